@@ -216,7 +216,7 @@ class EngineOptions:
         cache: options of the cache, which reuses results of earlier steps.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: changes of the model.
-        prompt_cache_mb: size of the cache for the conditioning of earlier prompts; 0 encodes every text.
+        prompt_cache_mb: size of the cache for what encoders returned for earlier texts; 0 encodes every text.
         offload: `text`: text encoders are on the device only while they encode.
         stages: where texts are encoded and images decoded: in `threads` beside the denoise loop, in separate
             `processes`, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3; auto chooses
@@ -240,7 +240,7 @@ class EngineOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
-    prompt_cache_mb: int = 0
+    prompt_cache_mb: int = 256
     offload: OffloadName = "none"
     stages: StagesName = "auto"
     decoder_dtype: DecoderDtype = "auto"

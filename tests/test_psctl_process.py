@@ -10,6 +10,8 @@ from .support.http_server import READY, small_model
 from .support.psctl_process import ForkedPsctl, start_psctl
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_forked_and_started_commands_have_equal_output(tmp_path: Path) -> None:
     for arguments, code in ((["--version"], 0), (["models", "list", "--json"], 0), (["generate", "--seed", "x"], 2)):
         forked, started = (start_psctl(*arguments, env=env, cwd=tmp_path) for env in ({}, {"PSCTL_THREADS": "1"}))
@@ -25,7 +27,7 @@ def test_thread_options_need_a_started_process(tmp_path: Path) -> None:
     assert "PSCTL_THREADS is 'many'" in process.communicate(timeout=60)[1]
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0), (signal.SIGINT, 0)])
 def test_signals_reach_a_forked_server(tmp_path: Path, sig: int, code: int) -> None:

@@ -95,27 +95,26 @@ def device_time(ops: Sequence[Op], card: Card) -> tuple[float, Bound]:
 
 
 class StepModel:
-    """Predicts steps of mixed batches of a model on a GPU; each request has two rows, as with guidance.
+    """Predicts steps of mixed batches of a model; each request has two rows, as with guidance.
 
     Args:
         model: denoising model on the meta device, in a 16-bit dtype.
         text_length: number of text tokens.
-        card: the GPU.
     """
 
-    def __init__(self, model: Any, text_length: int, card: Card) -> None:
-        self._model, self._text_length, self.card = model, text_length, card
-        self._ops: dict[tuple[Resolution, int], list[Op]] = {}
+    def __init__(self, model: Any, text_length: int) -> None:
+        self._model, self._text_length = model, text_length
+        self._listed: dict[Resolution, tuple[list[Op], list[Op]]] = {}
 
-    def row(self, combination: Combination) -> dict[str, Any]:
-        """Return the predicted milliseconds of a step, eager and recorded, for one mixed batch and for batches of one
-        resolution each.
+    def row(self, combination: Combination, card: Card) -> dict[str, Any]:
+        """Return the predicted milliseconds of a step on a GPU, eager and recorded, for one mixed batch and for batches
+        of one resolution each.
         """
-        batches = list(starmap(self._ops_of, combination.present.items()))
-        mixed_s, bound = device_time(together(batches), self.card)
+        batches = list(starmap(self.ops_of, combination.present.items()))
+        mixed_s, bound = device_time(together(batches), card)
         num_attention = sum(op.kind == "attention" for op in batches[0])
         num_launches = len(batches[0]) + (len(batches) - 1) * ATTENTION_LAUNCHES * num_attention
-        alone_s = [device_time(ops, self.card)[0] for ops in batches]
+        alone_s = [device_time(ops, card)[0] for ops in batches]
         eager_s = max(mixed_s, num_launches * LAUNCH_S)
         return combination.columns | {
             "same_resolution_ms": 1e3 * sum(max(each, len(batches[0]) * LAUNCH_S) for each in alone_s),
@@ -126,11 +125,23 @@ class StepModel:
             "patched_graphs_bound": bound,
         }
 
-    def _ops_of(self, resolution: Resolution, count: int) -> list[Op]:
-        place = resolution, count
-        if place not in self._ops:
-            self._ops[place] = ops_of(self._model, resolution, self._text_length, 2 * count)
-        return self._ops[place]
+    def ops_of(self, resolution: Resolution, count: int) -> list[Op]:
+        """Return the operators of a pass over requests of one resolution.
+
+        Each further request adds the same arithmetic and traffic to every operator, so two passes tell those of all.
+        """
+        if resolution not in self._listed:
+            one, two = (ops_of(self._model, resolution, self._text_length, num_rows) for num_rows in (2, 4))
+            self._listed[resolution] = one, two
+        return [
+            Op(one.kind, _at(count, one.flops, two.flops), _at(count, one.num_bytes, two.num_bytes))
+            for one, two in zip(*self._listed[resolution], strict=True)
+        ]
+
+
+def _at(count: int, one: float, two: float) -> float:
+    """Return the value of a straight line at `count` from those at 1 and 2."""
+    return one + (count - 1) * (two - one)
 
 
 def predicted(
@@ -153,9 +164,9 @@ def predicted(
     """
     quiet_libraries()
     model = meta_model(config, spec, "--model").half()
-    steps, rows = StepModel(model, TEXT_LENGTH[config["_class_name"]], card), []
+    steps, rows = StepModel(model, TEXT_LENGTH[config["_class_name"]]), []
     for combination in combinations:
-        rows.append(steps.row(combination))
+        rows.append(steps.row(combination, card))
         on_row()
     return {"kind": RUN_KIND, "version": 1, "model": spec, "gpu": card.name, "rows": rows}
 

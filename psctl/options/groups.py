@@ -200,7 +200,7 @@ MODEL = Flags(
     panel="Changes of the model",
 )
 _PROMPT_CACHE = flag(
-    "--prompt-cache", "Maximum memory for embeddings of earlier texts; 0 keeps none.", metavar="MB", min=0
+    "--prompt-cache", "Maximum memory for the embeddings of recent texts; 0 encodes every text.", metavar="MB", min=0
 )
 _OFFLOAD = flag(
     "--offload",

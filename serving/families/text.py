@@ -41,10 +41,11 @@ def own_length(encoder: nn.Module) -> Iterator[None]:
 
         return tuple(map(short, args)), {name: short(value) for name, value in kwargs.items()}
 
-    def pad(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        output["last_hidden_state"] = _padded(output["last_hidden_state"], added)
+    def pad(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        padded = {"last_hidden_state": _padded(output["last_hidden_state"], added)}
         if (states := output.get("hidden_states")) is not None:
-            output["hidden_states"] = tuple(_padded(each, added) for each in states)
+            padded["hidden_states"] = tuple(_padded(each, added) for each in states)
+        return type(output)(**dict(output) | padded)
 
     hooks = [
         encoder.register_forward_pre_hook(cut, with_kwargs=True),

@@ -145,24 +145,30 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
 
 
 def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
-    """Return the same loaded model on plain diffusers, the baseline, which encodes every text.
+    """Return the same loaded model on plain diffusers, the baseline.
 
-    This is the model itself if it already runs so. Compilation and recorded passes are those of the model, unless
-    `is_eager`.
+    This is the model itself if it already runs so. Compilation, recorded passes and the prompt cache are those of the
+    model, unless `is_eager`: then it has none of them.
     """
     options = model.options
     is_compiled, is_recorded = options.compile and not is_eager, bool(options.cuda_graphs) and not is_eager
     stages: StagesName = "auto" if options.stages == "processes" else options.stages
+    prompt_cache_mb = 0 if is_eager else options.prompt_cache_mb
     wanted = EngineOptions(
         "plain",
+        prompt_cache_mb=prompt_cache_mb,
         compile=is_compiled,
         cuda_graphs=is_recorded,
         stages=stages,
         decoder_dtype=options.decoder_dtype,
         decode_batch=options.decode_batch,
     )
-    has_others = options.prompt_cache_mb or stages != options.stages or options.cache.is_on
-    has_efforts = (options.compile, options.cuda_graphs) == (is_compiled, is_recorded)
+    has_others = stages != options.stages or options.cache.is_on
+    has_efforts = (options.compile, options.cuda_graphs, options.prompt_cache_mb) == (
+        is_compiled,
+        is_recorded,
+        prompt_cache_mb,
+    )
     return model if options.engine == "plain" and has_efforts and not has_others else with_engine(model, wanted)
 
 

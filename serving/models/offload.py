@@ -11,6 +11,11 @@ TEXT_ENCODER = "text_encoder"
 """Prefix of the names of a pipeline's text encoders."""
 
 
+def text_encoders(pipe: Any) -> dict[str, nn.Module]:
+    """Return the text encoders of a pipeline by the names of its components."""
+    return {name: part for name, part in pipe.components.items() if name.startswith(TEXT_ENCODER) and part is not None}
+
+
 class TextOffload:
     """Keeps the weights of text encoders off the device, and moves those of an encoder there for each of its passes.
 
@@ -39,7 +44,7 @@ class TextOffload:
         self._num_bytes[name] = sum(weight.nbytes for weight in weights.values())
         kept = {key: weight.data for key, weight in weights.items()} if read is None else {}
 
-        def load_weights(*_: Any) -> None:
+        def load_weights() -> None:
             start = time.perf_counter()
             with torch.inference_mode(False):
                 found = kept if read is None else {key: each.data for key, each in read().named_parameters()}
@@ -48,20 +53,27 @@ class TextOffload:
             self._num_moves += 1
             self._moving_s += time.perf_counter() - start
 
-        def release_weights(*_: Any) -> None:
+        def release_weights() -> None:
             with torch.inference_mode(False):
                 for weight in weights.values():
                     weight.data = weight.data.new_empty(0)
 
-        encoder.register_forward_pre_hook(load_weights)
-        encoder.register_forward_hook(release_weights, always_call=True)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                load_weights()
+                return forward(*args, **kwargs)
+            finally:
+                release_weights()
+
+        forward = encoder.forward
+        encoder.forward = offloaded
         release_weights()
 
     def offload_encoders(self, pipe: Any) -> None:
         """Offload the encoders of a pipeline that is still on the host, unless they are read from their files."""
-        for name, part in pipe.components.items():
-            if not self.rereads and name.startswith(TEXT_ENCODER) and part is not None:
-                self.add(name, part)
+        if not self.rereads:
+            for name, encoder in text_encoders(pipe).items():
+                self.add(name, encoder)
 
     def to_json(self, pipe: Any) -> dict[str, Any]:
         """Return the effect of offloading, for a summary.

@@ -41,7 +41,7 @@ from .adapters import ModelAdapters
 from .decoder import ImageDecoder
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
-from .offload import TextOffload
+from .offload import TextOffload, text_encoders
 from .placement import name_of
 from .prompt_cache import PromptCache
 from .reuse import TemplateReuse
@@ -108,7 +108,9 @@ class ServedModel:
         self.dtype: torch.dtype = self.denoiser.dtype
         self.decoder = decoder or ImageDecoder(pipe.vae)
         self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
-        self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
+        self.prompts: PromptCache | None = None
+        if options.prompt_cache_mb:
+            self.prompts = PromptCache(text_encoders(pipe), options.prompt_cache_mb << 20)
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare
         )
@@ -313,9 +315,9 @@ class ServedModel:
             # Without a store, an edit of a noised template begins like one that reads a record, as its exact twin.
             edit = edit if self.reuse.store is None and template.kind == "noised" else replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
-        encode, prompts = self.family.condition, self.prompts
-        with nullcontext() if self.adapters is None else self.adapters.encoding(request.adapters):
-            conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
+        adapting = nullcontext() if self.adapters is None else self.adapters.encoding(request.adapters)
+        with adapting, nullcontext() if self.prompts is None else self.prompts.answering(request.adapters):
+            conditioning = self.family.condition(request, is_guided)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
         dtype, known = self.family.noise_dtype or conditioning["text"].dtype, None

@@ -99,6 +99,7 @@ def test_image_runs_as_a_numeric_user_with_a_health_check(target: str) -> None:
     assert (security["runAsUser"], security["runAsGroup"]) == (int(uid), int(gid))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_wheel_is_built_from_what_the_ignore_file_leaves(tmp_path: Path) -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
@@ -177,6 +178,7 @@ def call(url: str, body: dict[str, Any] | None = None, key: str = KEY, **options
         return response.read()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_image_command_serves_on_a_read_only_root(container: tuple[str, Path]) -> None:
     url, state = container

@@ -41,6 +41,7 @@ def model(model_dir: Path) -> ServedModel:
 # Whole evaluations. The judge of text is the bundled CLIP; the slow Inception runs in test_eval_cli only.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_repeated_evaluation_reuses_images_and_features(model: ServedModel, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")

@@ -84,7 +84,7 @@ def commands(model: str, lines: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("command", "one_in"),
     [
-        ("batch", 7),
+        pytest.param("batch", 7, marks=pytest.mark.exhaustive),
         ("simulate", 14),
         *(pytest.param(each, 1, marks=pytest.mark.faults) for each in ("batch", "simulate", "generate")),
         pytest.param("serve", 2, marks=pytest.mark.faults),

@@ -58,6 +58,7 @@ class Failing:
         monkeypatch.setattr(kind, "forward", may_fail)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("part", PARTS)
 def test_requests_end_once_and_the_engine_continues(part: str, model: ServedModel) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +84,7 @@ def test_requests_end_once_and_the_engine_continues(part: str, model: ServedMode
     assert {record.status for record in again.records} == {"completed"}
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_batches_that_do_not_fit_are_not_tried_at_each_step(engine: Literal["patched", "plain"], folder: str) -> None:
     model = load_model(folder, "cpu", "float32", EngineOptions(engine=engine))

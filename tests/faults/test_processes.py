@@ -81,7 +81,9 @@ def processes_of(server: HttpServer, part: str) -> list[int]:
 
 
 CASES = [
-    pytest.param(part, fault, marks=() if (part, fault) in {("prepare", "killed")} else pytest.mark.faults)
+    pytest.param(
+        part, fault, marks=pytest.mark.exhaustive if (part, fault) == ("prepare", "killed") else pytest.mark.faults
+    )
     for part in ("server", *PROCESSES)
     for fault in FAULTS
     if (part, fault) != ("server", "killed")

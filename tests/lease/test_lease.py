@@ -111,6 +111,7 @@ def test_run_continues_after_a_part_hangs_dies_or_raises(tmp_path: Path) -> None
         assert {"results/hangs.json", "logs/none.log"} <= set(tar.getnames())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_parts_that_do_not_fit_are_skipped_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = [_planted("raises", least_s=500.0), _planted("slow"), _planted("fine")]
@@ -178,6 +179,7 @@ def test_too_large_tree_is_not_packed(repository: Path, tmp_path: Path) -> None:
     assert "git sparse-checkout set" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_outcomes_of_tests_are_reported_except_those_without_their_model(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(

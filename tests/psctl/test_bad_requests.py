@@ -75,6 +75,7 @@ def test_invalid_fields_are_refused(http: httpx.Client) -> None:
     assert count >= 70
 
 
+@pytest.mark.exhaustive
 def test_invalid_fields_of_edits_are_refused(http: httpx.Client) -> None:
     file = io.BytesIO()
     Image.new("RGBA", (64, 64)).save(file, "PNG")

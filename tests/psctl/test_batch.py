@@ -92,6 +92,7 @@ def ids_in(client: openai.OpenAI, *files: str | None) -> list[str]:
     return [json.loads(line)["custom_id"] for text in texts for line in text.splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_long_batch_does_not_block_other_requests(model: Path, tmp_path: Path) -> None:
     bodies = [{"prompt": f"cat {number}", "size": "64x32", "num_inference_steps": 200} for number in range(64)]
     long = tmp_path / "long.jsonl"
@@ -113,6 +114,7 @@ def test_long_batch_does_not_block_other_requests(model: Path, tmp_path: Path) -
         until(lambda: client.batches.retrieve(batch.id).status == "cancelled", 60)
 
 
+@pytest.mark.exhaustive
 def test_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) -> None:
     folder = Workspace(tmp_path).for_model(str(model), "cpu").root / "batches"
     with tiny_disk(folder, 2_000_000), HttpServer(model, tmp_path) as server:

@@ -112,6 +112,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bench_edit_from_the_command_line(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     few = ("--mask-ratios", "0.05", "--num-edits", "3", "--templates", "1", "--repeats", "1")

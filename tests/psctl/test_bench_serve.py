@@ -164,6 +164,7 @@ def test_parameters_that_a_server_lacks_are_not_sent(run_psctl: RunPsctl, tmp_pa
     assert len(list((tmp_path / "images").glob("*.png"))) == 4
 
 
+@pytest.mark.exhaustive
 def test_dataset_c_needs_only_the_sizes_of_a_server(run_psctl: RunPsctl) -> None:
     load = ("--trace", "dataset-c", "--num-prompts", "30", "--request-rate", "100", "--resolutions", "64,96,128,192")
     with started("tests/support/images_server.py", "sglang") as url:
@@ -231,6 +232,7 @@ def test_our_server_takes_all_parameters(server: HttpServer, run_psctl: RunPsctl
     assert "openapi.json" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_two_servers_are_compared_on_the_same_traces(run_psctl: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "gates.toml").write_text(
         '[[gate]]\nfile = "two.json"\nmetric = "second.failed_requests"\nmax = 0\n'
@@ -281,6 +283,7 @@ def test_two_servers_are_compared_on_the_same_traces(run_psctl: RunPsctl, tmp_pa
     assert gated.returncode == 0, gated.stdout + gated.stderr
 
 
+@pytest.mark.exhaustive
 def test_equal_images_are_equal(run_psctl: RunPsctl, tmp_path: Path) -> None:
     script = "tests/support/images_server.py"
     with started(script, "vllm-omni") as one, started(script, "sglang") as other:
@@ -303,6 +306,7 @@ def test_our_server_against_plain_diffusers(server: HttpServer, model: Path, run
     assert found["figures"]["ssim"]["value"] > 0.999, "exact in a mixed batch"
 
 
+@pytest.mark.exhaustive
 def test_servers_that_cannot_be_compared(run_psctl: RunPsctl) -> None:
     with started("tests/support/images_server.py", "vllm-omni") as one:
         for options, code, message in (

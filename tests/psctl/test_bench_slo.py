@@ -132,6 +132,7 @@ def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [*points, *figures["policies"]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_resumed_sweep_gives_equal_results(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (*SIMULATED, *FAST, "--systems", "bucketed,patchedserve")
@@ -288,6 +289,7 @@ def test_step_schedule_is_simulated(bench: Call) -> None:
     assert scheduled["slo_attainment_rate"] >= exact["slo_attainment_rate"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_each_system_has_its_own_cache(run_psctl: RunPsctl) -> None:
     """All systems run with the bundled model, which includes a predictor and a schedule."""

@@ -158,6 +158,7 @@ def test_bad_options_give_a_one_line_error(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_interrupted_profile_resumes(environment: dict[str, str], tmp_path: Path) -> None:
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
@@ -190,6 +191,8 @@ def test_interrupted_profile_resumes(environment: dict[str, str], tmp_path: Path
         assert (values == again[name]).all(), name
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_bounded_profile_samples_the_full_one_evenly(environment: dict[str, str], tmp_path: Path) -> None:
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
     total, wanted = len(whole["step"]), 600

@@ -283,6 +283,8 @@ def drawn_alone(steps: int, seed: int) -> Image.Image:
     return collector.images[0]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_bundled_cascade_is_simulated(run_psctl: RunPsctl) -> None:
     """Without a profile, the bundled cascade is used to simulate and compare systems, but not to serve."""
     serve = ("simulate", "--cascade", DEFAULT_CASCADE, "--gpus", "4", "--request-rate", "4", "--num-prompts", "80")

@@ -42,6 +42,7 @@ def use(server: HttpServer) -> None:
     assert file.id in [each.id for each in client.files.list()]
 
 
+@pytest.mark.exhaustive
 def test_server_starts_with_any_damaged_workspace_file(tmp_path: Path) -> None:
     model, workspace = small_model(tmp_path / "tiny"), tmp_path / "workspace"
     damaged: list[Path] = []

@@ -10,6 +10,7 @@ from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_demo_serves_one_trace_with_three_systems(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48"])

@@ -107,6 +107,8 @@ def test_template_is_recorded_once_and_read_by_edits(run_psctl: RunPsctl, folder
     assert json.loads(run_psctl("templates", "list", "--json", **where).stdout) == []
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_generated_image_leaves_a_record_for_its_edits(run_psctl: RunPsctl, folder: Path) -> None:
     where = {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "space"), "PSCTL_DTYPE": "float32"}
     words = ("generate", "a room", "-r", "64", "--seed", "4", "--save-template", "--keep", "kv", "--json")

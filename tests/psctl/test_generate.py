@@ -201,6 +201,7 @@ def test_invalid_numbers_of_ranks_are_refused(generate: RunPsctl, options: str, 
     assert done.stderr.splitlines()[-1].startswith(f"Error: {said}")
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("stages", ["threads", "processes"])
 def test_non_finite_image_is_not_saved(run_psctl: RunPsctl, tmp_path: Path, stages: str) -> None:
     pipe = tiny_sd3()

@@ -41,6 +41,7 @@ def part_of(environment: dict[str, str]) -> ModelWorkspace:
     return Workspace(environment["PSCTL_WORKSPACE"]).for_model(environment["PSCTL_MODEL"], "cpu")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     missing = run_psctl("train-predictor", "latency", **environment)

@@ -50,6 +50,7 @@ def psctl(run_psctl: RunPsctl, model_dir: Path) -> Any:
     return run
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("more", [(), ("--parallel", "virtual:2")], ids=["one-device", "two-ranks"])
 def test_unbatched_sampler_is_reported(psctl: Any, model_dir: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     done = psctl(*DRAW, "--sampler", "heun", *more)
@@ -85,6 +86,8 @@ def test_bad_usage_gives_a_one_line_error(psctl: Any, tmp_path: Path, arguments:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_reuse_needs_a_batched_sampler(psctl: Any, tmp_path: Path) -> None:
     (tmp_path / "room.png").write_bytes(file_of(image_of(Resolution(128, 128))))
     (tmp_path / "mask.png").write_bytes(file_of(mask_of(Resolution(128, 128), "line")))
@@ -160,6 +163,8 @@ def test_eight_bit_weights_are_reported_as_inexact(spawn_psctl: RunPsctl, model_
         assert "pytree" not in done.stderr
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_products_of_eight_bits_are_reported_as_inexact(psctl: Any, tmp_path: Path) -> None:
     done = psctl(*DRAW, "--quantize", "fp8", "--json")
     assert done.returncode == 0, done.stderr

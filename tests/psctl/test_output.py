@@ -31,7 +31,7 @@ def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
     assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
 
 
-@pytest.mark.product(most=3)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp932", "utf-16", "latin-1", "cp437", "cp1252", "utf-8"])
 def test_every_encoding_accepts_all_output(encoding: str) -> None:

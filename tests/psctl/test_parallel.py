@@ -64,6 +64,8 @@ def test_claims_are_reported_with_intervals(run_psctl: RunPsctl, environment: di
     assert "table 1: displaced is nearer to the original than naive" in again.stdout
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_unsupported_settings_are_reported_before_drawing(run_psctl: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
     for make, options, said in (

@@ -158,6 +158,7 @@ def test_other_files_are_refused(profile: dict[str, Any], tmp_path: Path, change
         read(profile | change, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_command_writes_a_profile_and_no_records(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     done = run_psctl("profile", "edits", *FEW, "--json", **environment)

@@ -30,7 +30,8 @@ from ..support.sockets import listening, started_by
 from ..support.waits import until
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = pytest.mark.slow
+# Its tests share a cluster whose start takes most of their time.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.in_order]
 GENERATIONS = "/v1/images/generations"
 _START_S = 400.0
 """Limit for a start that hangs: Ray and two replicas take 43 s on an idle machine, 125 s on one with other work."""
@@ -90,7 +91,6 @@ LONG = {**body(0, 1000), "stream": True, "progress": True, "slo": 600}
 """A request that takes seconds even on the fastest machine."""
 
 
-@pytest.mark.exhaustive
 def test_images_do_not_depend_on_the_replica(server: HttpServer) -> None:
     until(lambda: len(replicas_of(server)) == 2, 60)
     assert len({each["process_id"] for each in replicas_of(server)} - {server.process.pid}) == 2
@@ -146,7 +146,6 @@ def test_edits_read_records_of_replicas(server: HttpServer) -> None:
     until(lambda: reused() == [True] * 4)
 
 
-@pytest.mark.exhaustive
 def test_edits_are_routed_to_the_replica_with_their_record(server: HttpServer) -> None:
     until(lambda: len(replicas_of(server)) == 2, 60)
     size, names = Resolution(64, 32), sorted(each["name"] for each in replicas_of(server))
@@ -196,7 +195,6 @@ def test_client_disconnect_frees_the_replica(server: HttpServer) -> None:
     assert httpx.post(f"{server.url}{GENERATIONS}", json=body(0), timeout=60).status_code == 200
 
 
-@pytest.mark.exhaustive
 def test_hanging_replica_blocks_no_request(server: HttpServer) -> None:
     def health() -> Any:
         return httpx.get(f"{server.url}/health", timeout=5).raise_for_status().json().get("replicas")
@@ -220,7 +218,7 @@ def test_hanging_replica_blocks_no_request(server: HttpServer) -> None:
     until(lambda: health() == {"ready": 2, "all": 2}, max(60, server.start_s))
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("times", [1, 3])
 def test_killed_replica_loses_no_request(server: HttpServer, times: int) -> None:
     draws = random.Random(0)
     for number in range(times):
@@ -243,7 +241,6 @@ def test_killed_replica_loses_no_request(server: HttpServer, times: int) -> None
         )
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cluster")
 def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     lines = [json.dumps({"custom_id": str(number), "body": {**body(number, 3), "n": 1}}) for number in range(12)]
@@ -258,7 +255,6 @@ def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path:
     assert "900 replicas take one CPU each" in too_many.stderr
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("cluster")
 def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     asked = ("eval", "psnr", "--model", model, "--num-prompts", "8", "--resolutions", "32,64x32", "--dtype", "float32")
@@ -274,7 +270,6 @@ def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, 
     assert manifests[0] == manifests[1], "it is the same set, whoever draws it"
 
 
-@pytest.mark.exhaustive
 def test_replicas_scale_with_the_load(model: Path, tmp_path: Path) -> None:
     options = ("--min-replicas", "1", "--max-replicas", "2", "--target-queue-time", "0.5", "--system", "patched-fcfs")
     options += ("--max-queue-time", "600", "--scale-down-delay", "5", "--max-queue", "400")

@@ -155,6 +155,7 @@ def test_concurrent_edits_cause_one_recording_and_share_batches(edit: Edit, http
     assert metric(http, "templates_recorded") == before + 1
 
 
+@pytest.mark.exhaustive
 def test_existing_records_are_found_and_damaged_ones_are_rerecorded(
     edit: Edit, run_psctl: RunPsctl, folder: Path, http: httpx.Client, server: HttpServer
 ) -> None:

@@ -89,6 +89,7 @@ def models_of(server: HttpServer) -> list[dict[str, Any]]:
     return httpx.get(f"{server.url}/v1/models").json()["data"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_request_of_a_stopped_server_is_drawn_by_another(router: str, servers: list[HttpServer]) -> None:
     """While a server has a large image, small ones go to the other; when it stops, its image does, too."""

@@ -131,6 +131,7 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
     assert "Measuring" not in serve(*options).stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_slos_measured_on_a_busy_machine_give_a_warning(serve: RunPsctl, workspace: Path) -> None:
     options = ("--num-prompts", "3", "--request-rate", "2", "--resolutions", "40", "--policy", "continuous", "--json")
@@ -156,6 +157,7 @@ def test_slos_measured_on_a_busy_machine_give_a_warning(serve: RunPsctl, workspa
     assert "measured on a busy machine" in (Path(summary["run_dir"]) / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_edits_keep_pixels_outside_their_masks(serve: RunPsctl, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="pictures are drawn with psctl[train]")
@@ -179,7 +181,7 @@ def test_edits_keep_pixels_outside_their_masks(serve: RunPsctl, tmp_path: Path) 
             assert not np.array_equal(drawn, request.edit.image)
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["slack", "fcfs", "static", "continuous"])
 def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> None:
@@ -210,6 +212,7 @@ def test_batches_larger_than_the_latency_table_are_reported(serve: RunPsctl, tmp
     assert "predictions_outside" not in summary_of(serve("--policy", "fcfs", *options))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_failing_batches_are_halved_and_reported(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

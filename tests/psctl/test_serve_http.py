@@ -197,6 +197,7 @@ def test_every_request_has_a_line_in_the_log(http: httpx.Client, server: HttpSer
     assert not any("a secret" in line for line in server.lines)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_unread_log_does_not_block_the_server(model: Path, workspace: Path, is_closed: bool) -> None:
     with HttpServer(model, workspace, reads_log=False) as server, httpx.Client(base_url=server.url, timeout=20) as http:
@@ -301,6 +302,7 @@ def test_idle_connection_outlives_proxy_timeouts(model: Path, workspace: Path) -
             assert connection.recv(65536) == b"", "closed by the server, sooner than by default"
 
 
+@pytest.mark.exhaustive
 def test_requests_beyond_the_timeout_are_cancelled(model: Path, workspace: Path) -> None:
     with HttpServer(model, workspace, "--request-timeout", "0.5", "--drain-timeout", "0.5", *MAX_STEPS) as server:
         given_up = httpx.post(f"{server.url}{GENERATIONS}", json=LONG, timeout=30)
@@ -310,6 +312,7 @@ def test_requests_beyond_the_timeout_are_cancelled(model: Path, workspace: Path)
         assert server.stop() == 0
 
 
+@pytest.mark.exhaustive
 def test_requests_open_after_draining_receive_an_error(model: Path, workspace: Path) -> None:
     # The clients' threads end with the server, also if the test fails.
     with ThreadPoolExecutor() as pool, HttpServer(model, workspace, "--drain-timeout", "0.5", *MAX_STEPS) as server:

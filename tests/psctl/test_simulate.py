@@ -135,6 +135,8 @@ def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture
     assert 2 < faster["duration"] < 3
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_costs_of_launches_and_graphs_are_simulated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "costs.json").write_text(json.dumps(COSTS))
     base = ("--latency", "table.csv", "--request-rate", "2", "--num-prompts", "20", "--num-inference-steps", "10")
@@ -165,6 +167,8 @@ def test_costs_of_launches_and_graphs_are_simulated(folder: Path, capsys: pytest
     assert f"{found['bucketed']['recordings']} of {found['bucketed']['keys']} kinds of passes" in out
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--num-inference-steps", "10", "--num-prompts", "150", "--slo-target", "0.95")
     found = summary_of(simulate(capsys, *base, "--gpus", "2", "--request-rate", "60", "--json", "--quiet"))
@@ -202,6 +206,7 @@ def test_system_sets_engine_and_policy_and_options_override_it(
         assert (code, f"{option[2:]} is 'magic', but it must be one of" in err) == (2, True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_extrapolation_gives_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
@@ -355,6 +360,8 @@ def test_search_reports_its_uncertainty(folder: Path, capsys: pytest.CaptureFixt
         assert message in err
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_slos_are_multiples_of_plain_diffusers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--num-prompts", "40", "--request-rate", "0.1", "--num-inference-steps", "10")
     code, _, err = simulate(capsys, *base)

@@ -57,6 +57,7 @@ def records_of(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return read_rows(Path(summary["run_dir"]) / "records.parquet", RECORDS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_run_follows_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ("--edits", "0.7", "--mask-ratios", "public", "--templates", "5", "--num-prompts", "60")
@@ -116,6 +117,7 @@ def test_slo_of_an_edit_equals_that_of_a_new_image(folder: Path, capsys: pytest.
     assert all(each["reused"] is not None for each in edits)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_profile_has_no_effect_without_edits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--num-prompts", "40", "--request-rate", "5", "--gpus", "2")

@@ -73,6 +73,8 @@ def test_no_stage_outlives_a_killed_server(model: Path, tmp_path: Path) -> None:
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_hanging_stage_does_not_block_the_server(model: Path, tmp_path: Path) -> None:
     options = ("--stages", "processes", "--request-timeout", "1")
     with HttpServer(model, tmp_path, *options, start_s=120) as server:

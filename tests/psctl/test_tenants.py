@@ -57,6 +57,7 @@ def metrics_of(server: HttpServer, key: str) -> str:
     return httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"}).raise_for_status().text
 
 
+@pytest.mark.exhaustive
 def test_names_keep_the_data_of_their_keys(model: Path, tmp_path: Path) -> None:
     """A key without a name is given a name, and then the name gets another key."""
     with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys", "sk-old\nsk-other\n")) as server:
@@ -123,6 +124,7 @@ keys = ["sk-blue"]
 """
 
 
+@pytest.mark.exhaustive
 def test_limits_apply_per_key(model: Path, tmp_path: Path) -> None:
     bodies = [{**ASK, "seed": number} for number in range(40)]
     with HttpServer(model, tmp_path, *keys_file(tmp_path / "keys.toml", LIMITED)) as server:
@@ -181,6 +183,7 @@ def test_invalid_key_files_are_refused(model: Path, run_psctl: RunPsctl, tmp_pat
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.exhaustive
 def test_batches_of_other_keys_are_not_delayed(model: Path, tmp_path: Path) -> None:
     """Batches wait neither for another key's long lines nor for its full quota of the disk; expired ones have ended."""
     named = "[red]\nkeys = ['sk-red']\n[blue]\nkeys = ['sk-blue']\n[full]\nkeys = ['sk-full']\nmax_disk_mb = 0.02\n"

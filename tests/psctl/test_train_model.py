@@ -64,6 +64,7 @@ def assert_one_error_line(done: subprocess.CompletedProcess[str], code: int, *wo
         assert word in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_train_text_prints_json_and_writes_folders(trained: Trained) -> None:
     assert trained.done.returncode == 0, trained.done.stderr
@@ -132,6 +133,7 @@ def test_invalid_options_keep_a_finished_training(
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_missing_part_of_a_generator_is_named(run_psctl: RunPsctl, workspace: Path) -> None:
     done = run_psctl("models", "train", "emoji-xl", "-w", "empty")
@@ -154,6 +156,7 @@ def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [0, 5000])
 def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:

@@ -21,10 +21,9 @@ then on; half of a write, and the end of the process.
 
 @functools.cache
 def _library() -> Path:
-    need_tools("g++")
+    need_tools("gcc")
     built = Path(tempfile.mkdtemp(prefix="psctl-faulty-disk-"), "faulty_disk.so")
     source = Path(__file__).with_suffix(".c")
-    # gcc is installed with g++.
     subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
     return built
 

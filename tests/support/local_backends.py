@@ -167,6 +167,7 @@ def fail_stage(monkeypatch: pytest.MonkeyPatch, model: ServedModel, stage: str, 
         return forward(module, *given, **named)
 
     monkeypatch.setattr(kind, "forward", may_fail)
+    monkeypatch.setattr(model, "prompts", None)  # texts that are known would not be encoded
 
 
 async def status_of(backend: LocalBackend, number: int) -> str | None:

@@ -49,6 +49,8 @@ BATCHES: dict[str, tuple[list[Size], int]] = {
     # At the deeper levels every image is a single position, so that levels have equal shapes.
     "one position": ([(2, 2), (2, 2)], 1),
 }
+TWO_SIZES: list[list[Size]] = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
+THREE_SIZES: list[list[Size]] = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
 MIXED: list[Size] = [(16, 16), (16, 16), (16, 16), (24, 24), (16, 32), (8, 8)]
 
 

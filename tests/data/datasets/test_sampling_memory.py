@@ -37,6 +37,7 @@ def peaks_in_kib(spec: str, what: str) -> list[int]:
     return [int(word) for word in run.stdout.split()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_memory_of_sampling_does_not_grow_with_the_set(tmp_path: Path):
     path = tmp_path / "c.jsonl"

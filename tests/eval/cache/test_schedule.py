@@ -19,6 +19,8 @@ def model_of(folder: Path) -> Any:
     return load_model(str(folder / "model"), "cpu", "float32")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_search_finds_the_fewest_steps_that_reach_the_target(tmp_path: Path) -> None:
     model, drawn = model_of(tmp_path), list[int]()
     settings = ScheduleSettings(0.9, (8, 5), num_prompts=4)
@@ -47,6 +49,8 @@ def test_settings_are_validated() -> None:
             ScheduleSettings(**given)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_train_schedule_from_the_command_line(run_psctl: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", tiny_sd3(), guidance_scale=3.0, resolutions=["64", "96"], num_inference_steps=6)
     common = ("--model", tmp_path / "model", "-w", tmp_path / "w", "--device", "cpu")

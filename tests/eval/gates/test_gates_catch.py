@@ -221,6 +221,7 @@ def test_faulty_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_pa
     assert judged(capsys, results) == (1, expected("patched is plain"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
 def test_fault_in_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_fault_in_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Pat
     assert judged(capsys, results) == (1, expected("patched is plain"))
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @MODELS
 def test_too_loose_cache_threshold_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_schedule_with_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_pa
     assert judged(capsys, results) == (1, expected("schedule keeps the image"))
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @MODELS
 def test_mixed_up_scales_of_tokens_fail(

@@ -119,6 +119,7 @@ def test_paired_fid_has_its_own_interval_width() -> None:
         paired_fid(first, second[:9])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fid_interval_of_few_resamples_has_nominal_coverage() -> None:
     """With 40 resamples, the outermost quantiles cover about 90 %; standard deviations cover 95 %."""

@@ -120,6 +120,7 @@ def test_invalid_input_gives_a_one_line_error(tmp_path: Path, capsys: pytest.Cap
         assert said.err.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_from_one_command_to_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -92,6 +92,7 @@ def bytes_of(outcome: EvalOutcome) -> list[bytes]:
     return [path.read_bytes() for path in sorted(outcome.images_dir.glob("*.png"))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_cache_is_recorded_and_its_images_form_a_separate_set(model_dir: Path, captions: str, tmp_path: Path) -> None:
     off, _ = evaluate(served(model_dir), captions, tmp_path)
@@ -135,6 +136,7 @@ def test_cache_is_recorded_and_its_images_form_a_separate_set(model_dir: Path, c
     assert other.images_dir not in (on.images_dir, off.images_dir)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_cache_options_have_no_effect_without_a_cache(
     model_dir: Path, captions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +158,7 @@ def test_cache_options_have_no_effect_without_a_cache(
     assert never.results.cache_use["saved_computation"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_changed_predictor_of_the_same_name_starts_a_new_set(
     model_dir: Path, captions: str, trained: CachePredictor, tmp_path: Path

@@ -9,6 +9,8 @@ from ...support.family_kit import served
 from ...support.tiny_models import tiny_sd
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_batches_alone_and_in_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     model, size, scored = served(tiny_sd()), Resolution(64, 64), []
     prepared = []

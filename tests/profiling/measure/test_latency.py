@@ -67,6 +67,7 @@ def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
         assert largest_error(latents_of(side), expected) < 1e-4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
@@ -189,6 +190,7 @@ def test_interrupt_before_the_first_visit_propagates(sdxl: ServedModel, tmp_path
     assert ModelWorkspace(tmp_path).newest_table("latency-*") is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_table_of_a_different_profile_is_not_resumed(sdxl: ServedModel, tmp_path: Path) -> None:
     settings = LatencySettings(SIZES, combinations=4, max_batch_size=2, repeats=1)

@@ -128,6 +128,7 @@ def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
     assert shown.size == (256, 171)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
     records, steps, duration = simulate(12)
@@ -142,6 +143,7 @@ def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
     assert first == again
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_plots_follow_the_dark_color_scheme(tmp_path: Path) -> None:
     report_of(tmp_path, *simulate(12)[:2])

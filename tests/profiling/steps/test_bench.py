@@ -98,7 +98,7 @@ def test_each_side_runs_in_its_own_memory_format(sdxl: ServedModel) -> None:
         assert dict(model.named_parameters())["conv_in.weight"].is_contiguous(memory_format=layout)
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
 def test_requests_restart_when_their_schedule_ends(scheduler: Any) -> None:
@@ -193,6 +193,8 @@ def test_every_side_runs_with_every_effort_level(tmp_path: Path) -> None:
         assert largest_error(latents, expected) < 1e-4, contender
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_side_that_cannot_be_recorded_is_omitted(sdxl: ServedModel) -> None:
     class Refuses(Tape):
         def __call__(self, work: Callable[..., torch.Tensor]) -> Any:

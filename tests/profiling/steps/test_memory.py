@@ -40,6 +40,7 @@ def active(model: Any, sizes: tuple[Resolution, ...]) -> list[Any]:
     ]
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("emoji-xl", 0.85), ("emoji-3", 0.45)])
 def test_steps_allocate_what_is_estimated(name: str, least: float) -> None:

@@ -24,15 +24,16 @@ FILES = {
 
 
 @cache
-def steps_of(name: str, gpu: str = "h200") -> StepModel:
+def steps_of(name: str) -> StepModel:
     config = read_config(name)
-    return StepModel(meta_model(config, name).half(), TEXT_LENGTH[config["_class_name"]], CARDS[gpu])
+    return StepModel(meta_model(config, name).half(), TEXT_LENGTH[config["_class_name"]])
 
 
 def combination_of(row: dict[str, Any]) -> Combination:
     return Combination(parse_list(",".join(row["combination"])), tuple(row["combination"].values()))
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "file"), [(name, file) for name, files in FILES.items() for file in files])
 def test_predictions_are_within_15_percent_of_the_h200(name: str, file: str) -> None:
@@ -41,16 +42,17 @@ def test_predictions_are_within_15_percent_of_the_h200(name: str, file: str) -> 
     pairs = {"patched_ms": "patched_graphs_ms"} if measured["cuda_graphs"] else {}
     pairs = pairs or {"patched_ms": "patched_ms", "same_resolution_ms": "same_resolution_ms"}
     for row in measured["rows"]:
-        predicted = steps_of(name).row(combination_of(row))
+        predicted = steps_of(name).row(combination_of(row), CARDS["h200"])
         for known, own in pairs.items():
             assert abs(predicted[own] / row[known] - 1) <= 0.15, (row["label"], known, predicted[own], row[known])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_recording_and_larger_gpus_never_cost_time() -> None:
     sizes = (Resolution(512, 512), Resolution(1024, 1024))
     batches = [Combination(sizes, counts) for counts in ((1, 0), (1, 1), (4, 4))]
-    rows = {gpu: [steps_of("sdxl", gpu).row(batch) for batch in batches] for gpu in ("l40s", "h100", "h200")}
+    rows = {gpu: [steps_of("sdxl").row(batch, CARDS[gpu]) for batch in batches] for gpu in ("l40s", "h100", "h200")}
     for small, middle, large in zip(*rows.values(), strict=True):
         assert small["patched_graphs_ms"] > middle["patched_graphs_ms"] >= large["patched_graphs_ms"]
         for row in (small, middle, large):
@@ -71,6 +73,14 @@ def test_attention_is_one_operator_with_its_arithmetic() -> None:
     assert attention[0].num_bytes == 2 * 4 * num_tokens * width * 2
     assert sum(op.flops for op in twice) == 2 * sum(op.flops for op in ops)
     assert [op.flops for op in together([ops, ops])] == [op.flops for op in twice]
+
+
+@pytest.mark.parametrize("name", ["emoji-xl", "emoji-3"])
+def test_operators_of_any_number_of_requests_follow_from_two_passes(name: str) -> None:
+    config = read_config(name)
+    model, size, text_length = meta_model(config, name).half(), Resolution(128, 256), TEXT_LENGTH[config["_class_name"]]
+    for count in (1, 2, 7):
+        assert StepModel(model, text_length).ops_of(size, count) == ops_of(model, size, text_length, 2 * count)
 
 
 def test_longest_part_bounds_an_operator() -> None:

@@ -87,6 +87,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     assert alone.returncode == 0, alone.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_seeds_may_use_different_resolutions(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # One request per run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up uses the next seed.

@@ -69,7 +69,7 @@ def test_blocks_of_all_lists_are_cached(name: str, blocks: list[str]) -> None:
     assert cache.names == blocks
 
 
-@pytest.mark.product
+@pytest.mark.product(most=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
@@ -89,7 +89,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
     assert cache.stats.patches == 2 * len(cache.names) * sum(height * width // 64 for height, width in SIZES)
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -107,7 +107,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
     assert 0.3 < cache.stats.saved_share < 0.6
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fully_computed_requests_equal_the_plain_model(name: str, order: Any) -> None:
@@ -131,7 +131,7 @@ def test_fully_computed_requests_equal_the_plain_model(name: str, order: Any) ->
     assert (cache.stats.whole, cache.stats.rows) == (len(cache.names), 2 * len(cache.names))
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_fully_computed_requests_equal_masked_ones(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def whole_model(name: str, order: Any = "image", options: CacheOptions = WHOLE) 
     return model, patched, rule
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_computed_requests_equal_those_alone_and_others_their_forecast(name: str, order: Any) -> None:
@@ -117,6 +117,8 @@ def test_whole_model_cache_needs_little_memory() -> None:
     )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_memory_all_requests_are_computed() -> None:
     options = replace(WHOLE, memory_mb=1)
     model, patched, rule = whole_model("sdxl", options=options)

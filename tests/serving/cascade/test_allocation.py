@@ -84,6 +84,7 @@ def by_brute_force(problem: Problem, *, with_waiting: bool) -> float | None:
     return best
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_both_solvers_equal_brute_force() -> None:
     chance, milp, seen = random.Random(0), Milp(), Counter[str]()
@@ -236,6 +237,7 @@ def test_waiting_time_follows_littles_law() -> None:
     assert waiting_s(6, 0, 0) == math.inf
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_planning_is_fast() -> None:
     """With 16 workers, 201 thresholds and all batch sizes, p95 on a core is < 50 ms (HiGHS), < 2 ms (enumeration)."""

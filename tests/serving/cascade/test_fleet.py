@@ -153,6 +153,7 @@ def check_images(template: WorkerSettings, requests: list[Request], leg: Leg) ->
         assert off.max() <= 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_workers_equal_the_engine_and_switch_models(template: WorkerSettings) -> None:
     requests = trace(36, 13.0)

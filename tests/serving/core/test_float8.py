@@ -114,7 +114,7 @@ def served(folder: Path, engine: Any = "patched", *, is_quantised: bool = True, 
     return load_model(str(folder), "cpu", "float32", EngineOptions(engine, model=model, **options))
 
 
-@pytest.mark.product(most=3)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3, tiny_flux])
 def test_mixed_batches_equal_requests_alone(build: Callable[[], Any], tmp_path: Path) -> None:
     folder, requests = save_tiny(tmp_path / "model", build()), mixed([3, 2, 3, 2])
@@ -128,7 +128,8 @@ def test_mixed_batches_equal_requests_alone(build: Callable[[], Any], tmp_path: 
     assert len({plain.fingerprint, exact.fingerprint}) == 2
 
 
-@pytest.mark.product(most=3)
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3, tiny_flux])
 def test_mixed_batches_equal_requests_alone_without_rounding(
     build: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

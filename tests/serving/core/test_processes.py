@@ -60,6 +60,8 @@ def test_exit_code_is_the_return_value() -> None:
     assert process.exitcode == 7
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_main_module_is_restored_after_concurrent_starts() -> None:
     script = sys.modules["__main__"]
     with ThreadPoolExecutor(8) as pool:

@@ -48,6 +48,8 @@ def test_optimal_plan_equals_brute_force() -> None:
         assert latencies[number] == plan.latency_s == latency_of(units, plan.reuses)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_optimal_plan_with_earlier_loads_equals_brute_force() -> None:
     for units in instances(2_000, most_units=10, seed=2):
         plan, choices = optimal_plan(units, is_ahead=True), []

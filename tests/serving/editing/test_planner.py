@@ -76,7 +76,8 @@ def test_plan_is_computed_per_batch(plan: LoadPlan, tmp_path: Path) -> None:
         assert all(both.reuses)
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["outputs", "all"])
 def test_link_bandwidth_determines_the_number_of_parts_read(keep: Keep, tmp_path: Path) -> None:
     counts = []

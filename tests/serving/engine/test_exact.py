@@ -99,7 +99,7 @@ def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "sampler"),
@@ -213,7 +213,7 @@ def plain_long(build: Callable[[], Any]) -> list[torch.Tensor]:
     return [plain_latents(pipe, request) for request in LONG]
 
 
-@pytest.mark.product
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stitch", "regroup"])
 @pytest.mark.parametrize(("order", "patch_size"), [("image", None), ("patch", 4)])

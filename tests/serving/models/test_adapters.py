@@ -59,7 +59,7 @@ def test_batch_can_mix_adapters(name: str, tmp_path: Path) -> None:
         assert relative_error(denoised(model, few, joins=[0, 1, 2, 2]), expected_few) <= STEPS, options
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("name", _FAST)
 @pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: EngineName, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: Eng
     assert tape.recorded == (num_sizes if engine == "plain" else 1)
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
 def test_ranks_apply_the_adapters_of_their_rows(name: str, tmp_path: Path) -> None:
     """In strips, also of two teams with a row each of guided requests, and as whole images of all sizes."""
@@ -98,7 +98,8 @@ def test_ranks_apply_the_adapters_of_their_rows(name: str, tmp_path: Path) -> No
             assert relative_error(denoised(model, mixed([6, 2, 3, 4])), found) > 100 * PASS
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FAST)
 def test_recorded_strips_apply_the_adapters_of_each_batch(name: str, tmp_path: Path) -> None:
     """Batches have their adapters at other rows and scales than the one that was recorded."""
@@ -119,7 +120,8 @@ def test_recorded_strips_apply_the_adapters_of_each_batch(name: str, tmp_path: P
     assert tape.played > tape.recorded > 0
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FAST)
 def test_cached_requests_keep_their_adapters(name: str, tmp_path: Path) -> None:
     """Requests are computed in batches of their own, recorded or not; each is drawn as it is alone."""
@@ -142,7 +144,7 @@ def test_cached_requests_keep_their_adapters(name: str, tmp_path: Path) -> None:
         assert tape.played > 0
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", _FAST)
@@ -170,7 +172,8 @@ def test_models_with_compiled_blocks_load_adapters(engine: EngineName, tmp_path:
     assert relative_error(denoised(model, mixed([1] * 4)), alone(pipe, {}, mixed([1] * 4))) <= PASS
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FAST)
 def test_adapters_change_layers_with_eight_bit_weights(name: str, tmp_path: Path) -> None:
     """The pipeline has the same weights, as float32."""
@@ -201,6 +204,8 @@ def test_adapters_are_added_to_fused_ones(tmp_path: Path) -> None:
     assert serving(folder, loras).fingerprint == load_model(str(folder)).fingerprint, "weights are as they are"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_cached_texts_are_bound_to_their_adapters(tmp_path: Path) -> None:
     pipe, loras, folder = saved("sd", tmp_path)
     model = serving(folder, loras, prompt_cache_mb=1)
@@ -208,7 +213,7 @@ def test_cached_texts_are_bound_to_their_adapters(tmp_path: Path) -> None:
     requests = [replace(first, request_id=index, adapters=EACH[index % 2]) for index in range(4)]
     assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= STEPS
     assert model.prompts is not None
-    assert (model.prompts.to_json()["hits"], model.prompts.to_json()["misses"]) == (2, 2)
+    assert (model.prompts.to_json()["hits"], model.prompts.to_json()["misses"]) == (4, 4), "each has two texts"
 
 
 def test_edits_with_adapters_read_no_records(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_kohya_dora_is_refused(sd_dir: Path, tmp_path: Path, capfd: pytest.Captu
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_layers_that_the_model_lacks_are_counted(
     sd_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +165,8 @@ def test_layers_that_the_model_lacks_are_counted(
         save_file(state, tmp_path / "some.safetensors")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_cached_data_of_a_model_is_not_used_with_an_adapter(sd_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import save_lora
@@ -212,7 +216,7 @@ def test_bad_adapters_are_named(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize(
     ("build", "part"),
     [(tiny_sd, "unet"), (tiny_sd3, "transformer"), (tiny_flux, "transformer"), (tiny_aura, "transformer")],

@@ -132,6 +132,8 @@ def test_compiled_decoder_equals_the_autoencoder() -> None:
             assert relative_error([decoder(latents)], [plain(vae, latents)]) <= 1e-4
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_only_the_decoders_copy_is_compiled() -> None:
     vae, graphs = tiny_sd3().vae, list[Any]()
 
@@ -232,6 +234,8 @@ def test_format_is_the_pipelines_unless_model_or_user_name_another(
     assert np.asarray(model.decode(LATENTS)).std() > 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["emoji-xl", "emoji-3"])
 def test_bundled_models_state_the_format_in_which_their_images_are_the_same(name: str) -> None:
     """Within one grey level of float32's. In bfloat16 they are not, so the default stays float32."""

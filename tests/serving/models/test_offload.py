@@ -21,7 +21,7 @@ from ...support.tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_lum
 from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 BUILDS = (tiny_sd, tiny_sdxl, tiny_sd3, tiny_flux, tiny_aura, tiny_chroma, tiny_pixart, tiny_lumina2, tiny_qwen)
-OFFLOAD = EngineOptions(offload="text")
+OFFLOAD = EngineOptions(offload="text", prompt_cache_mb=0)
 REQUEST = Request(0, "a car", Resolution(64, 64), 2, guidance_scale=3.0, seed=1, negative_prompt="b")
 
 
@@ -85,6 +85,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_memory_is_released_between_texts(tmp_path: Path) -> None:
     pipe, megabytes = tiny_sd(), 1 << 20

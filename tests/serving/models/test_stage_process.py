@@ -156,6 +156,7 @@ def reason_of_the_failed(found: InMemory, stage: str) -> str:
     return failed[0].reason
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
 def test_killed_process_fails_its_request_and_is_replaced(model: ServedModel, part: Any, stage: str) -> None:
     assert model.stages is not None
@@ -216,6 +217,8 @@ def test_timeout_grows_with_the_size_of_a_call(folder: Path, monkeypatch: pytest
     assert large_s >= 4 * small_s > 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_stopped_call_does_not_extend_later_timeouts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     set_limit = Channel.limit

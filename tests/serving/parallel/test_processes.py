@@ -16,18 +16,14 @@ from typing import Any, cast, get_args
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import HeunDiscreteScheduler
 from torch import Tensor
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.denoiser import denoiser_of
-from patchedserve.serving.core.float8 import convert_to_float8
-from patchedserve.serving.models.changes import apply_changes
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.parts import load_rank
-from patchedserve.serving.options import EngineOptions, ModelOptions
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.launch import ProcessRanks
 from patchedserve.serving.parallel.options import Mode, NormMode, NormOptions, ParallelOptions
@@ -39,11 +35,10 @@ from patchedserve.serving.parallel.virtual import VirtualRanks
 from patchedserve.serving.parallel.worker import RankModels, RankSettings
 
 from ...conftest import RunPsctl
-from ...support.family_kit import denoised
-from ...support.patched_models import Row, draw_rows, relative_error, run_plain, stack_conditions
+from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.sockets import listening
-from ...support.tiny_families import tiny_aura, tiny_flux
-from ...support.tiny_models import largest_error, plain_latents, save_tiny, tiny_sd3, tiny_sdxl
+from ...support.tiny_families import tiny_flux
+from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
 from ...support.waits import is_alive, kill_parent
 
@@ -239,66 +234,6 @@ time.sleep(600)
 def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
     assert len(kill_parent(_RANK_0, str(folder))) == 2
-
-
-@pytest.mark.parametrize(
-    ("make", "changes"),
-    [
-        pytest.param(tiny_sdxl, {"sampler": "heun", "lora": ["style.safetensors:0.7"]}, id="sdxl"),
-        pytest.param(tiny_aura, {"quantize": "int8"}, id="aura", marks=pytest.mark.exhaustive),
-        pytest.param(tiny_aura, {"quantize": "fp8"}, id="aura-fp8", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_ranks_change_their_weights_alike(
-    make: Any, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Samplers, fused adapters, also those with parts for text encoders, and quantised weights."""
-    monkeypatch.chdir(tmp_path)
-    pipe = make()
-    folder = str(save_tiny(tmp_path / "model", pipe))
-    request = Request(0, "a hat", Resolution(48, 64), 3, guidance_scale=3.0)
-    options = EngineOptions("parallel", parallel=ParallelOptions("2", cfg_split="off"), model=ModelOptions(**changes))
-    if "lora" in changes:
-        pytest.importorskip("peft", reason="the extra lora is not installed")
-        from ...support.loras import fused, save_lora
-
-        pipe = fused(pipe, [(save_lora(tmp_path / "style.safetensors", pipe, "unet", "text_encoder"), 0.7)])
-    most_error = 1e-3
-    if changes.get("quantize") == "int8":
-        pytest.importorskip("torchao", reason="the extra quantize is not installed")
-        apply_changes(ModelOptions(**changes), pipe)
-    if changes.get("quantize") == "fp8":
-        # A difference in the last bit of float32 rounds some inputs to other numbers of 8 bits.
-        most_error = largest_error([plain_latents(pipe, request)], [_in_float8(pipe, request)])
-    if "sampler" in changes:
-        pipe.scheduler = HeunDiscreteScheduler.from_config(pipe.scheduler.config)
-    with closing(load_model(folder, "cpu", "float32", options)) as model:
-        prepared = model.prepare(request)
-        while not prepared.state.is_finished:
-            assert model.stepper.step([prepared]) == {}
-        assert isinstance(model.stepper, ParallelStepper)
-        assert model.stepper.facts()["ranks_left"] == 2
-    assert largest_error([prepared.latents[0]], [plain_latents(pipe, request)]) <= most_error
-
-
-def test_ranks_load_the_adapters_that_requests_name(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="the extra lora is not installed")
-    from ...support.adapters import adapted, saved, serving
-    from ...support.loras import alone
-
-    pipe, loras, folder = saved("sdxl", tmp_path)
-    requests = adapted([2] * 4)
-    options = ParallelOptions("2", may_use_fewer=True)
-    with closing(serving(folder, loras, engine="parallel", parallel=options)) as model:
-        assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= 1e-3
-        assert isinstance(model.stepper, ParallelStepper)
-        assert model.stepper.facts()["ranks_left"] == 2
-
-
-def _in_float8(pipe: Any, request: Request) -> torch.Tensor:
-    """Let the model of a pipeline multiply in 8 bits from now on; return the latents that it then draws."""
-    assert convert_to_float8(denoiser_of(pipe)) > 10
-    return plain_latents(pipe, request)
 
 
 def test_differing_settings_are_named(tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def _changed(conditions: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_displaced_requests_are_joined_by_others() -> None:
     """Passes with rows that wait beside displaced ones are recorded apart from those without."""
     model, tape = MODELS["sdxl"](), Tape()
@@ -128,6 +130,8 @@ def test_displaced_requests_are_joined_by_others() -> None:
     assert tape.recorded == 2 * 2, "the first request while it warms up, and both while the second does"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_ranks_that_have_recovered_replay_their_passes() -> None:
     model, tape = MODELS["sdxl"](), Tape()
     rows = draw_rows(model, [(20, 6)], num_each=2)
@@ -141,6 +145,8 @@ def test_ranks_that_have_recovered_replay_their_passes() -> None:
     assert tape.recorded == 2
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_whole_images_of_ranks_are_replayed() -> None:
     model, tape = MODELS["sdxl"](), Tape()
     rows = draw_rows(model, [(8, 8), (16, 8)], num_each=2)

@@ -98,7 +98,7 @@ def test_displaced_requests_are_close_and_exact_during_warm_up() -> None:
     assert 0 < error < 0.5 * float(torch.cat([each.flatten() for each in expected]).abs().max())
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("from_pixels", ["100000", str(LOW.pixels + 1)])
 @pytest.mark.parametrize(
     ("make", "scheduler"),
@@ -111,6 +111,8 @@ def test_images_drawn_whole_by_ranks_equal_diffusers(make: Any, scheduler: Any, 
     assert largest_error(run(model), expected) <= 1e-3
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_steps_are_divided_by_measured_times(tmp_path: Path) -> None:
     model = served(tiny_sdxl, 2, from_pixels="auto", cfg_split="off")
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]

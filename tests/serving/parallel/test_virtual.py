@@ -51,7 +51,7 @@ def error(found: Tensor, wanted: Sequence[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize(
     ("name", "count"),
     [(name, count) for name in WITH_ALL_OPTIONS for count in (range(1, 9) if name in ("sdxl", "sd3") else (3, 8))],

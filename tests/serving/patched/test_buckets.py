@@ -147,7 +147,7 @@ def test_padded_batches_equal_the_pipeline(name: str) -> None:
     assert tape.recorded == 0
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
@@ -164,7 +164,7 @@ def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
     assert patched_stepper(model).recording_failure is None
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", BUILDS)
@@ -188,7 +188,7 @@ def test_compiled_blocks_are_parts_of_a_recorded_pass(name: str) -> None:
     assert tape.played >= 3
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:
@@ -219,6 +219,7 @@ def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:
     assert relative_error(found, exact) > 100 * PASS, "nothing was reused"
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("cache", [CacheOptions(), CacheOptions("accumulated", 1e9, warmup_steps=1, patch_size=4)])
 def test_passes_are_recorded_at_the_start(cache: CacheOptions, tmp_path: Path) -> None:
     """Requests of the tuned sizes then replay passes, from their first step on."""

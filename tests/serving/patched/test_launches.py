@@ -8,7 +8,7 @@ from ...support.launches import COUNTED, FILE, Counts, family_counts, read_table
 UPDATE = "python tests/benchmarks/launches.py --write --families "
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BUILDS)
 def test_steps_ask_no_more_of_a_gpu(family: str) -> None:

@@ -93,6 +93,7 @@ def test_both_formats_give_equal_latents(served: ServedModel, count: int) -> Non
     assert not torch.equal(*results), "the same model ran twice"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_formats_are_measured_once_per_circumstances(
     served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -103,6 +103,8 @@ def test_standalone_latency_depends_on_the_thread_count(pipe: Any, tmp_path: Pat
     assert num_measured(model, tmp_path) == 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_older_table_is_remeasured_and_newer_one_is_quarantined(pipe: Any, tmp_path: Path) -> None:
     model, table = served(pipe, EngineOptions("plain")), tmp_path / TABLE_FILE
     for version in (1, 2, 3):

@@ -53,6 +53,7 @@ def misses(load: float, count: int, runs: int = 250) -> dict[str, tuple[float, f
     return {name: (missed[name] / runs, none[name] / runs) for name in truth}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_intervals_of_long_runs_have_95_percent_coverage() -> None:
     found = misses(0.6, 10_000)

@@ -388,6 +388,8 @@ def test_batch_cancelled_before_its_turn_reports_completed_lines(tmp_path: Path)
     process_over(tmp_path, cancel, has_turns=False)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_lines_of_several_keys_share_places_by_weight(tmp_path: Path) -> None:
     weights = {"a": KeyLimits(weight=3.0), "b": KeyLimits()}
 

@@ -63,7 +63,7 @@ def test_engine_with_an_always_failing_model_accepts_no_requests(
             with pytest.raises(ApiError) as refused:
                 await backend.submit(request(100), EndFollower())
             assert (refused.value.status, refused.value.code) == (503, "not_ready")
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # without a pause, the engine's thread would hardly run
         assert f"has crashed {MAX_RESTARTS + 1} times" in told[0]
         assert "CUDA error" in told[0]
         assert await probes(backend, tmp_path) == {"/livez": 200, "/readyz": 503, "/health": 503}
@@ -75,6 +75,7 @@ def test_engine_with_an_always_failing_model_accepts_no_requests(
     assert stage in said
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("engine", ["patched", "plain"])
 def test_too_large_batches_are_reported(
     engine: Literal["patched", "plain"], folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -263,6 +264,7 @@ def test_server_ends_after_a_long_stall(folder: str, tmp_path: Path) -> None:
         server.communicate()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_batch_ends_after_a_long_stall_and_goes_on(folder: str, tmp_path: Path) -> None:
     """The line that was drawn before is kept."""

@@ -120,6 +120,8 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_untrusted_clients_do_not_set_the_scheme(folder: Path) -> None:
     with HttpServer(folder / "tiny", folder / "workspace", "--trusted-proxy", "10.0.0.1") as server:
         found = address_of_image(server, x_forwarded_proto="https")

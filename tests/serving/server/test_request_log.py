@@ -129,6 +129,8 @@ def test_slow_log_reader_blocks_no_request(reader: str) -> None:
     assert least <= int(done.stdout) <= most
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["gone", "asleep", "there"])
 def test_slow_log_reader_blocks_no_direct_write(reader: str) -> None:
     """Libraries and child processes write to the file descriptor itself."""

@@ -123,6 +123,8 @@ def collector() -> Iterator[Collector]:
     found.close()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_server_exports_to_a_collector(collector: Collector, tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}

@@ -64,6 +64,8 @@ def test_no_resolution_is_sacrificed_for_others(load: float, kind: str) -> None:
     assert in_time(fair) > in_time(slack)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_more_are_in_time_without_fairness_under_heavy_overload() -> None:
     mixed = [in_time(served(name, 1200, 2.0, seed=1)) for name in ("edf-fitting", "fair-fitting", "slack")]
     assert mixed == sorted(mixed, reverse=True)

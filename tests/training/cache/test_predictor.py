@@ -47,6 +47,7 @@ def test_predictor_round_trips_through_a_file(predictor: CachePredictor, saved: 
     assert saved.stat().st_size < 200_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_loading_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> None:
     import subprocess

@@ -424,6 +424,8 @@ def test_linear_model_is_kept_if_no_worse(tmp_path: Path) -> None:
     assert "vectors" not in load_file(tmp_path / "latency.safetensors")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_accuracy_on_small_noisy_tables_is_limited_only_by_noise() -> None:
     """The tables are like a quick profile on a shared machine: 60 combinations with errors of 10 % each."""
     found = []

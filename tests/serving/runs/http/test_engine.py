@@ -54,6 +54,8 @@ def test_template_options_control_reading_and_recording(templates: TemplateOptio
 SIZES = (Resolution(32, 32), Resolution(64, 32))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tuning_reports_its_progress(tmp_path: Path) -> None:
     model, place = str(small_model(tmp_path / "tiny")), ModelWorkspace(tmp_path / "workspace")
     fcfs = get_system("patched-fcfs")
@@ -68,6 +70,8 @@ def test_tuning_reports_its_progress(tmp_path: Path) -> None:
     assert steps() == [], "kept in the workspace"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_calibration_is_bounded_or_left_out_or_repeated(tmp_path: Path) -> None:
     place = ModelWorkspace(tmp_path / "workspace")
     options = EngineOptions(strategy="regroup")
