@@ -22,6 +22,8 @@ MAX_PIXELS = 1 << 26
 """Maximum number of pixels of an image to edit, or of a mask."""
 MAX_FEATHER_PX = 256
 MAX_DILATE = 64
+WHOLE_STRENGTH = 0.6
+"""Strength of an edit without a mask, unless it is given."""
 _WHITE = 128
 
 
@@ -111,13 +113,18 @@ class EditSpec:
 
     @classmethod
     def of_whole_image(cls, image: NDArray[np.uint8], strength: float) -> Self:
-        """Return an edit that redraws the whole image, noised to `strength`."""
+        """Return an edit that redraws the whole image, noised to `strength`, as image-to-image pipelines do."""
         return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False)
 
     @property
     def resolution(self) -> Resolution:
         """Size of the image in pixels."""
         return Resolution(self.image.shape[1], self.image.shape[0])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole image is redrawn, as by image-to-image pipelines, which have no mask."""
+        return not self.paste and self.template is None and bool(self.mask.all())
 
     @property
     def mask_ratio(self) -> float:

@@ -1,4 +1,4 @@
-"""`psctl edit`: redraw the masked part of an image."""
+"""`psctl edit`: redraw an image, or the masked part of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,22 +35,24 @@ from .generate import check_adapters_used, draw, image_paths
 def edit(
     *,
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image to edit.", show_default=False)],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt for the masked part.", show_default=False)],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt for what is redrawn.", show_default=False)],
     mask: Annotated[
-        Path,
+        Path | None,
         flag(
             "--mask",
-            "Mask of the same size. White pixels are redrawn; in an image with transparency, transparent ones.",
+            "Mask of the same size. White pixels are redrawn; in an image with transparency, transparent ones. Without "
+            "a mask, the transparent part of the image is redrawn or, if it has none, the whole image.",
             metavar="IMAGE",
         ),
-    ],
+    ] = None,
     strength: Annotated[
-        float,
+        float | None,
         flag(
             "--strength",
-            "Share of the steps that are taken, which determines how much noise is added to the image first.",
+            "Share of the steps that are taken, which determines how much noise is added to the image first: by "
+            "default all, or 0.6 without a mask.",
         ),
-    ] = 1.0,
+    ] = None,
     feather: Annotated[
         int,
         flag(
@@ -100,22 +102,24 @@ def edit(
     target: Target,
     out: Output,
 ) -> None:
-    """Redraw the masked part of an image.
+    """Redraw an image, or the masked part of it.
 
-    The image is edited at its own size. The result equals that of diffusers' inpainting with the same seed; pixels
-    outside the mask are unchanged. With --reuse only the masked part is computed, which is faster and slightly
-    different; the image is recorded first, once for all its edits.
+    The image is edited at its own size. The result equals that of diffusers' inpainting with the same seed, and pixels
+    outside the mask are unchanged; without a mask, it equals that of diffusers' image-to-image. With --reuse only the
+    masked part is computed, which is faster and slightly different; the image is recorded first, once for all its
+    edits.
 
     Examples:
 
         psctl edit room.png "a green armchair" --mask chair.png -o armchair.png
         psctl edit room.png "a cat" --mask floor.png --strength 0.8 --feather 6 -n 4 -o cats
+        psctl edit sketch.png "a lighthouse in a storm" --strength 0.7
         psctl edit room.png "a cat" --mask floor.png --reuse -n 8 -o cats
         psctl edit room.png "a cat" --mask floor.png --reuse --edit-full-steps 3 --edit-dilate 1
         psctl edit drawn.png "a cat" --mask floor.png --reuse --template-kind trajectory
     """
     from ...data.datasets.decode import read_content
-    from ...data.edits import EditSpec, TemplateSpec, read_image, read_mask
+    from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
     from ...serving.models.loading import model_geometry
     from ...serving.models.placement import resolve_device
 
@@ -141,16 +145,23 @@ def edit(
         refuse_conflicts({"--reuse": "--reuse", "--use-adapter": "--use-adapter"})
     geometry, defaults = model_geometry(target.model), target.defaults()
     require_seeds(seed, num_images, "images")
-    spec = EditSpec(
-        read_image(read_content(image), str(image)),
-        read_mask(read_content(mask), str(mask)),
-        strength=strength,
-        paste=paste,
-        feather_px=feather,
-        template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
-        full_steps=edit_full_steps,
-        dilate=edit_dilate,
-    )
+    content = read_content(image)
+    pixels = read_image(content, str(image))
+    if mask is not None or has_alpha(content):
+        spec = EditSpec(
+            pixels,
+            read_mask(content, str(image)) if mask is None else read_mask(read_content(mask), str(mask)),
+            strength=1.0 if strength is None else strength,
+            paste=paste,
+            feather_px=feather,
+            template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
+            full_steps=edit_full_steps,
+            dilate=edit_dilate,
+        )
+    elif given := [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]:
+        raise UsageError(f"{' and '.join(given)} need a mask: give --mask")
+    else:
+        spec = EditSpec.of_whole_image(pixels, WHOLE_STRENGTH if strength is None else strength)
     first = Request(
         0,
         prompt,
@@ -171,7 +182,7 @@ def edit(
         TemplateStore(place.templates).require_generation(first, keep)
     paths = image_paths(output, num_images, overwrite=overwrite)
     share = geometry.active_share(spec)
-    if spec.mask.all():
+    if spec.mask.all() and mask is not None:
         out.note("The mask covers the whole image: nothing of it is kept.")
     draw(
         [replace(first, request_id=index, seed=seed + index) for index in range(num_images)],

@@ -55,16 +55,17 @@ def begin_edit(
     clean = encode(pixels, own)
     noise = randn_tensor(clean.shape, generator=own, device=device, dtype=dtype).float()
     if edit.template is None:
-        # The pipelines also encode the rest of the image, for models of nine channels. Other models do not use the
-        # result, but drawing it advances the generator for the noise of later steps.
-        kept = torch.from_numpy(~edit.mask).to(device)
-        encode(torch.where(kept, pixels, _MASKED_GREY), generator)
+        if not edit.is_whole:
+            # Inpainting pipelines also encode the rest of the image, for models of nine channels. Other models do not
+            # use the result, but drawing it advances the generator for the noise of later steps.
+            kept = torch.from_numpy(~edit.mask).to(device)
+            encode(torch.where(kept, pixels, _MASKED_GREY), generator)
         first = noise
     else:
         drawn = randn_tensor(clean.shape, generator=generator, device=device, dtype=dtype).float()
         first = torch.where(may_change, drawn, noise)
     clean, levels = clean.float(), state.noising()
-    if edit.strength < 1:
+    if edit.strength < 1 or edit.is_whole:
         of_clean, of_noise = levels[0].tolist()
         latents = clean * of_clean + first * of_noise
     else:

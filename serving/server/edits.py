@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import EditSpec, TemplateSpec, has_alpha, read_image, read_mask
+from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from .body import MAX_NAME, Body, shown
@@ -81,12 +81,24 @@ def parse_edit(
         template = _template_of(fields, model)
         generation = generation_of(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
+        strength = fields.strength
         if mask is None and not has_alpha(image):
-            missing = "mask is missing, and the image has no transparent parts to take for it"
-            raise invalid(missing, "mask", code="missing_required_parameter")
-        may_change = read_mask(image if mask is None else mask, "mask")
-        how = fields.strength, fields.paste, fields.feather_px, template, fields.full_steps, fields.dilate
-        return replace(generation, edit=EditSpec(pixels, may_change, *how))
+            for name in ("reuse", "feather_px"):
+                if name in fields.model_fields_set and getattr(fields, name):
+                    raise invalid(f"{name} keeps what is outside a mask, but there is no mask", name)
+            spec = EditSpec.of_whole_image(pixels, WHOLE_STRENGTH if strength is None else strength)
+        else:
+            spec = EditSpec(
+                pixels,
+                read_mask(image if mask is None else mask, "mask"),
+                1.0 if strength is None else strength,
+                fields.paste,
+                fields.feather_px,
+                template,
+                fields.full_steps,
+                fields.dilate,
+            )
+        return replace(generation, edit=spec)
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None

@@ -152,7 +152,7 @@ def edit_fields(model: ModelFacts, limits: Limits) -> ImageBody:
             "size", 32, default="auto", schema={"description": "auto, or that of the image", "examples": ["auto"]}
         ),
         "input_fidelity": choice("low", "high", description=NO_EFFECT),
-        "strength": number(above=0, high=1, default=1.0),
+        "strength": number(above=0, high=1, default=None),
         "paste": (bool, True),
         "feather_px": integer(0, MAX_FEATHER_PX, 0),
         "reuse": (bool, model.reuses_templates),

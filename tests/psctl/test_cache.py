@@ -78,6 +78,7 @@ def cached(environment: dict[str, str]) -> Any:
     return load_model(environment["PSCTL_MODEL"], "cpu", "float32", options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     done = run_psctl("generate", "a", "--cache", "patch", **environment)

@@ -12,7 +12,7 @@ from patchedserve.serving.families import build_family
 from patchedserve.serving.models.defaults import read_geometry
 
 from ..conftest import RunPsctl
-from ..support.edits import edit_request, image_of, mask_of, plain_edit
+from ..support.edits import edit_request, image_of, mask_of, plain_edit, redraw_request
 from ..support.killed_edits import edit_and_kill
 from ..support.tiny_families import tiny_flux
 from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
@@ -46,6 +46,17 @@ def test_edit_equals_diffusers_and_keeps_pixels_outside_the_mask(run_psctl: RunP
     for drawn in (first, second):
         assert (drawn[~mask] == image[~mask]).all()
     assert (first != second)[mask].any()
+
+
+def test_whole_image_is_redrawn_without_a_mask(run_psctl: RunPsctl, folder: Path) -> None:
+    edit = ("edit", folder / "room.png", "a red hat", "--dtype", "float32", "-o", folder / "hat.png")
+    where = {"PSCTL_MODEL": str(folder / "sdxl")}
+    run = run_psctl(*edit, "--num-inference-steps", "4", **where)
+    assert run.returncode == 0, run.stderr
+    expected = plain_edit(tiny_sdxl(), redraw_request(0, SIZE, num_steps=4), "pil")
+    assert np.abs(np.asarray(Image.open(folder / "hat.png")).astype(int) - np.asarray(expected)).max() <= 1
+    run = run_psctl(*edit, "--reuse", "--feather", "4", **where)
+    assert (run.returncode, run.stderr) == (2, "Error: --reuse and --feather need a mask: give --mask\n")
 
 
 @pytest.mark.exhaustive

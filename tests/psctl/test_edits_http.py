@@ -21,7 +21,7 @@ from PIL import Image
 
 from patchedserve.data.resolution import Resolution
 
-from ..support.edits import edit_request, file_of, image_of, mask_of, plain_edit
+from ..support.edits import edit_request, file_of, image_of, mask_of, plain_edit, redraw_request
 from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sdxl
 from ..support.waits import is_alive, until
@@ -77,7 +77,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, str]] = [
     ),
     ({"image": [FILES["image"]] * 2}, "image", "invalid_value", "2 images were sent, but one is edited at a time"),
     ({"image[]": FILES["image"]}, "image", "invalid_value", "2 images were sent"),
-    ({"mask": None}, "mask", "missing_required_parameter", "mask is missing, and the image has no transparent parts"),
+    ({"mask": None, "feather_px": "4"}, "feather_px", "invalid_value", "feather_px keeps what is outside a mask, but"),
     ({"mask": b"no image"}, "mask", "invalid_value", "mask is no PNG, JPEG or WebP file"),
     ({"mask": huge_png()}, "mask", "invalid_value", "mask"),
     ({"mask": FILES["mask"][:90]}, "mask", "invalid_value", "mask: damaged image"),
@@ -164,6 +164,12 @@ def test_openai_client_edits_equal_diffusers(client: openai.OpenAI) -> None:
         assert (drawn[~MASK] == IMAGE[~MASK]).all()
     [decoded] = edited(client, **FILES, of_us={"paste": False})
     assert (decoded[~MASK] != IMAGE[~MASK]).any()
+
+
+def test_whole_image_is_redrawn_without_a_mask(client: openai.OpenAI) -> None:
+    [drawn] = edited(client, image=FILES["image"])
+    wanted = plain_edit(tiny_sdxl(), redraw_request(0, SIZE, num_steps=4, seed=SEED), "pil")
+    assert np.abs(drawn.astype(int) - np.asarray(wanted)).max() <= 1
 
 
 def test_transparent_pixels_are_editable(client: openai.OpenAI) -> None:

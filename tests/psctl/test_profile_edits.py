@@ -98,6 +98,8 @@ def test_steps_and_loads_of_real_edits_are_recorded(profile: dict[str, Any]) -> 
     assert profile["bytes_per_pixel_step"] == whole[1] / (128 * 128 * 8)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_record_has_the_stated_size(profile: dict[str, Any], tmp_path: Path) -> None:
     found = read(profile, tmp_path)
     model = build_model(tiny_sdxl(), name="tiny")
@@ -113,6 +115,8 @@ def read(content: dict[str, Any], folder: Path) -> EditProfile:
     return EditProfile.read(path)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_profile_round_trips_through_a_file(profile: dict[str, Any], tmp_path: Path) -> None:
     found = read(profile, tmp_path)
     assert found.to_json() == json.loads(json.dumps(profile)) | {
@@ -140,6 +144,8 @@ def test_errors_are_measured_on_held_out_points() -> None:
     assert Fit.of(terms, [2.0] * 10, [3, 7]).r2 is None
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -288,6 +288,7 @@ def test_signal_drains_the_server(model: Path, workspace: Path) -> None:
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.exhaustive
 def test_idle_connection_outlives_proxy_timeouts(model: Path, workspace: Path) -> None:
     assert HttpFlags().keep_alive == Address().keep_alive_s > 75
     with HttpServer(model, workspace, "--keep-alive", "0.5") as server:

@@ -128,6 +128,7 @@ def test_profile_has_no_effect_without_edits(folder: Path, capsys: pytest.Captur
     assert not {"edits", "edit_profile"} & set(summary["config"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_trace_files_with_edits_and_searches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = summary_of(capsys, "--edits", "1", "--num-prompts", "20", "--request-rate", "5", "--edit-strength", "0.5")

@@ -140,6 +140,8 @@ def test_hanging_stage_is_reported(model: Path, tmp_path: Path) -> None:
         assert asking.result().status_code in (200, 503)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_images_are_equal_for_all_stage_options(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     common = ("generate", "a cat", "--model", model, "--seed", "3", "--resolution", "64x32", "--dtype", "float32")
     ways = ("threads", "processes", "inline", "auto")

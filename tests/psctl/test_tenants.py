@@ -94,6 +94,7 @@ def test_names_keep_the_data_of_their_keys(model: Path, tmp_path: Path) -> None:
         assert not any("sk-" in line for line in server.lines)
 
 
+@pytest.mark.exhaustive
 def test_busy_key_leaves_room_for_others(model: Path, tmp_path: Path) -> None:
     options = ("--max-queue", "8", "--max-steps", "1000", *keys_file(tmp_path / "keys", "red\nblue\n"))
     long = {"num_inference_steps": 1000, "slo": 600}

@@ -1,18 +1,26 @@
 """Images, masks and edits for tests, and diffusers' inpainting pipelines as the reference."""
 
+import inspect
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import (
+    ChromaImg2ImgPipeline,
     ChromaInpaintPipeline,
     ChromaPipeline,
+    FluxImg2ImgPipeline,
     FluxInpaintPipeline,
     FluxPipeline,
+    StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
+    StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLInpaintPipeline,
+    ZImageImg2ImgPipeline,
     ZImageInpaintPipeline,
 )
 from numpy.typing import NDArray
@@ -30,6 +38,16 @@ _INPAINT = {
     "FluxPipeline": FluxInpaintPipeline,
     "ChromaPipeline": ChromaInpaintPipeline,
     "ZImagePipeline": ZImageInpaintPipeline,
+}
+
+
+_WHOLE = {
+    "StableDiffusionPipeline": StableDiffusionImg2ImgPipeline,
+    "StableDiffusionXLPipeline": StableDiffusionXLImg2ImgPipeline,
+    "StableDiffusion3Pipeline": StableDiffusion3Img2ImgPipeline,
+    "FluxPipeline": FluxImg2ImgPipeline,
+    "ChromaPipeline": ChromaImg2ImgPipeline,
+    "ZImagePipeline": ZImageImg2ImgPipeline,
 }
 
 
@@ -78,13 +96,21 @@ def edit_request(
     return Request(request_id, "a red hat", size, num_steps, guidance_scale, seed, edit=edit)
 
 
+def redraw_request(request_id: int, size: Resolution, strength: float = 0.6, **of_request: Any) -> Request:
+    """Return a request that redraws the whole of `image_of` its size."""
+    request = edit_request(request_id, size, **of_request)
+    assert request.edit is not None
+    return replace(request, edit=EditSpec.of_whole_image(request.edit.image, strength))
+
+
 def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **options: Any) -> Any:
-    """Run diffusers' inpainting pipeline with these options on one edit alone; returns the final latents, or the PIL
-    image.
+    """Run diffusers' inpainting pipeline, or its image-to-image pipeline if the whole image is redrawn, with these
+    options on one edit alone; returns the final latents, or the PIL image.
     """
     edit = request.edit
     assert edit is not None
-    inpaint = _INPAINT[type(pipe).__name__](**pipe.components)
+    kinds: dict[str, Any] = _WHOLE if edit.is_whole else _INPAINT
+    inpaint = kinds[type(pipe).__name__](**pipe.components)
     inpaint.set_progress_bar_config(disable=True)
     is_flux = isinstance(pipe, FluxPipeline)
     own: dict[str, Any] = {} if is_flux else {"negative_prompt": request.negative_prompt}
@@ -92,14 +118,15 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **optio
         # diffusers' inpainting reads this setting, which Chroma's configuration lacks.
         pipe.transformer.register_to_config(guidance_embeds=False)
         own["max_sequence_length"] = 512  # as in `ChromaPipeline`
+    if not edit.is_whole:
+        own["mask_image"] = Image.fromarray(edit.mask.astype(np.uint8) * 255)
+    if "width" in inspect.signature(inpaint.__call__).parameters:
+        own |= {"width": request.resolution.width, "height": request.resolution.height}
     own |= options
     drawn = inpaint(
         prompt=request.prompt,
         **own,
         image=Image.fromarray(edit.image),
-        mask_image=Image.fromarray(edit.mask.astype(np.uint8) * 255),
-        width=request.resolution.width,
-        height=request.resolution.height,
         strength=edit.strength,
         num_inference_steps=request.num_inference_steps,
         guidance_scale=request.guidance_scale,

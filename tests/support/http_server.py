@@ -32,7 +32,7 @@ def small_model(folder: Path) -> Path:
 
 
 class HttpServer:
-    """A running server; without a model, its options name two (`--cascade`).
+    """A running server; without a model, its options name two (`--cascade`). It measures latencies for two seconds only.
 
     Attributes:
         url: base URL without `/v1`.
@@ -56,7 +56,9 @@ class HttpServer:
             shutil.copytree(_MEASURED[model].name, self._place / "tables")
         self._began_s = time.monotonic()
         command = ["serve", "--http", "--port", "0"]
-        command += [] if model is None else ["--model", str(model)]
+        if model is not None:
+            measured = [] if "--calibrate" in options or "--calibrate-time" in options else ["--calibrate-time", "2"]
+            command += ["--model", str(model), *measured]
         command += ["--workspace", str(workspace), "--dtype", "float32", *options]
         self.process = start_psctl(*command, env=env, stdout=subprocess.DEVNULL)
         self.lines: list[str] = []

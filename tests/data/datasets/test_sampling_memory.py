@@ -49,6 +49,7 @@ def test_memory_of_sampling_does_not_grow_with_the_set(tmp_path: Path):
     assert sampling < 8192
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sampling_coco_needs_no_more_memory_than_its_json(tmp_path: Path):
     count = 100_000

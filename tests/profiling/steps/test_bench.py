@@ -116,6 +116,7 @@ def ends_ms(row: dict[str, Any], side: str) -> tuple[float, float]:
     return low - (high - low) / 8, high + (high - low) / 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     seen: list[str] = []

@@ -42,7 +42,7 @@ def test_small_models(name: str) -> None:
     assert cost.macs(call) == counted_macs(model, call)
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "height", "width"),

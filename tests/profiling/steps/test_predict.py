@@ -18,8 +18,8 @@ from patchedserve.profiling.steps.predict import Op, StepModel, device_time, ops
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-h200"
 FILES = {
-    "sdxl": ("steps-sdxl-float16.json", "steps-sdxl-float16-graphs.json"),
     "sd3-medium": ("steps-sd3-float16.json",),
+    "sdxl": ("steps-sdxl-float16.json", "steps-sdxl-float16-graphs.json"),
 }
 
 
@@ -75,6 +75,7 @@ def test_attention_is_one_operator_with_its_arithmetic() -> None:
     assert [op.flops for op in together([ops, ops])] == [op.flops for op in twice]
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("name", ["emoji-xl", "emoji-3"])
 def test_operators_of_any_number_of_requests_follow_from_two_passes(name: str) -> None:
     config = read_config(name)

@@ -14,7 +14,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.options import EngineOptions
 
-from ...support.edits import MASKS, edit_request, plain_edit
+from ...support.edits import MASKS, edit_request, plain_edit, redraw_request
 from ...support.patched_models import relative_error
 from ...support.template_records import build_tiny, serve
 from ...support.tiny_families import (
@@ -87,6 +87,27 @@ def mixed() -> list[Request]:
 def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler: str | None) -> None:
     pipe = pipeline(family, sampler)
     assert_equal_to_plain(pipe, mixed(), drawn(pipe, mixed()))
+
+
+@pytest.mark.product(most=3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sampler"),
+    [
+        *(("sdxl", name) for name in SAMPLERS),
+        *((family, None) for family in ("sd3", "z-image", "sd", "flux", "chroma")),
+    ],
+)
+def test_redrawn_images_equal_image_to_image(family: str, sampler: str | None) -> None:
+    """Without a mask, beside edits and new images, and from noise alone."""
+    pipe = pipeline(family, sampler)
+    requests = [
+        redraw_request(0, SMALL, num_steps=9, seed=1),
+        *mixed()[1:3],
+        redraw_request(3, WIDE, 0.75, num_steps=20, guidance_scale=1.0, seed=4),
+        redraw_request(4, LARGE, 1.0, num_steps=4, seed=5),
+    ]
+    assert_equal_to_plain(pipe, requests, drawn(pipe, requests))
 
 
 @pytest.mark.product

@@ -68,7 +68,7 @@ def test_models_of_flows_keep_their_sampler(name: Any, tmp_path: Path) -> None:
         changed(folder, sampler=name)
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize(
     ("build", "parts"),
     [
@@ -94,6 +94,8 @@ def test_adapters_equal_the_fused_pipeline(
     assert errors(model, fused(pipe, [(first, 0.5), (second, 1.0)])) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_dora_equals_the_fused_pipeline(sd_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.loras import fused, save_lora

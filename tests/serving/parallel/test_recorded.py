@@ -70,7 +70,8 @@ def test_replayed_strips_equal_plain_diffusers(name: str) -> None:
     assert tape.played >= 2 * (NUM_PASSES - PATIENCE - 1), "a replay after the recording, and those that follow"
 
 
-@each_family
+@pytest.mark.product(most=1)
+@pytest.mark.parametrize("name", ["flux", *(name for name in MODELS if name != "flux")])
 def test_replayed_displaced_strips_equal_eager_ones(name: str) -> None:
     """Passes after the warm-up read what the other ranks had in the pass before, be it replayed or not."""
     model, tape = MODELS[name](), Tape()
@@ -86,6 +87,8 @@ def test_replayed_displaced_strips_equal_eager_ones(name: str) -> None:
     assert tape.played > 3 * 2
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdxl", "sd3", "z-image"])
 def test_requests_of_equal_size_share_a_recording(name: str) -> None:
     """Text that is the same in all calls of a request is copied when other requests take its place."""

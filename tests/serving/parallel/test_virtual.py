@@ -51,7 +51,7 @@ def error(found: Tensor, wanted: Sequence[Tensor]) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize(
     ("name", "count"),
     [(name, count) for name in WITH_ALL_OPTIONS for count in (range(1, 9) if name in ("sdxl", "sd3") else (3, 8))],
@@ -230,6 +230,8 @@ def test_image_with_too_few_rows_is_refused() -> None:
             virtual.ranks.count_for(12, 8)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_smaller_images_are_drawn_by_fewer_ranks() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(12, 16)], num_each=2)

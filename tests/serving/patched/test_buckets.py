@@ -147,7 +147,7 @@ def test_padded_batches_equal_the_pipeline(name: str) -> None:
     assert tape.recorded == 0
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
@@ -188,7 +188,7 @@ def test_compiled_blocks_are_parts_of_a_recorded_pass(name: str) -> None:
     assert tape.played >= 3
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_requests_that_a_cache_computes_are_replayed(name: str) -> None:

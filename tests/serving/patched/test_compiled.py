@@ -46,7 +46,7 @@ def test_graph_is_shared_by_batches_with_equal_numbers_of_resolutions(name: str,
     assert graphs[-1] == after_three <= 2 * first <= 4
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(

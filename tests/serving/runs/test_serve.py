@@ -54,6 +54,8 @@ def test_requests_are_checked_once_with_the_steps_of_the_system(
     assert (outcome.correction, outcome.was_interrupted) == (None, False)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_slos_derive_from_requested_steps_not_those_of_the_system(model: ServedModel, tmp_path: Path) -> None:
     outcome = served(model, [Request(0, "a hat", SIZE, 4)], tmp_path)
     [(shape, alone_s)] = outcome.summary["standalone_latency"].items()

@@ -51,6 +51,7 @@ def test_coarse_table_is_measured_once_and_saved(model: ServedModel, tmp_path: P
     assert all("while the table was measured" in warning for warning in warnings), "others may run beside the tests"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_mismatched_predictor_is_reported_and_skipped(model: ServedModel, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
@@ -63,6 +64,7 @@ def test_mismatched_predictor_is_reported_and_skipped(model: ServedModel, tmp_pa
     assert "measuring a coarse table" in notes[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_time_budget_ends_the_profile_after_the_required_minimum(model: ServedModel, tmp_path: Path) -> None:
     from patchedserve.profiling.measure.latency import profile_latency

@@ -85,6 +85,7 @@ def test_next_engine_serves_after_a_crash(
     run(work, model)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("stages", ["inline", "threads"])
 def test_request_times_are_consistent_for_every_end(
     stages: Literal["inline", "threads"], folder: str, monkeypatch: pytest.MonkeyPatch

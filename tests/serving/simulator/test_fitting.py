@@ -51,7 +51,7 @@ def test_no_request_is_discarded_under_light_load(name: str, count: int) -> None
     assert in_time(records) > 0.999
 
 
-@pytest.mark.product
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("kind", ["poisson", "gamma"])
 @pytest.mark.parametrize("load", [1.3, 2.0])
 def test_no_resolution_is_sacrificed_for_others(load: float, kind: str) -> None:
