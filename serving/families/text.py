@@ -42,7 +42,7 @@ def own_length(encoder: nn.Module) -> Iterator[None]:
         return tuple(map(short, args)), {name: short(value) for name, value in kwargs.items()}
 
     def pad(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        padded = {"last_hidden_state": _padded(output["last_hidden_state"], added)}
+        padded: dict[str, Any] = {"last_hidden_state": _padded(output["last_hidden_state"], added)}
         if (states := output.get("hidden_states")) is not None:
             padded["hidden_states"] = tuple(_padded(each, added) for each in states)
         return type(output)(**dict(output) | padded)

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,10 @@ class PromptCache:
             yield
         finally:
             for name, encoder in self._encoders.items():
-                if given[name] is None:
+                if (before := given[name]) is None:
                     del encoder.forward
                 else:
-                    encoder.forward = given[name]
+                    encoder.forward = before
             while self._new:
                 self._keep(*self._new.popitem())
 
@@ -97,7 +97,7 @@ class _States(tuple[Tensor, ...]):
 
     def __getitem__(self, place: Any) -> Any:
         places = range(len(self))[place]
-        self._read.update([places] if isinstance(places, SupportsIndex) else places)
+        self._read.update([places] if isinstance(places, int) else places)
         return super().__getitem__(place)
 
     def __iter__(self) -> Iterator[Tensor]:

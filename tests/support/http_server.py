@@ -32,7 +32,7 @@ def small_model(folder: Path) -> Path:
 
 
 class HttpServer:
-    """A running server; without a model, its options name two (`--cascade`). It measures latencies for two seconds only.
+    """A running server; without a model, its options name two (`--cascade`). Its start measures for two seconds.
 
     Attributes:
         url: base URL without `/v1`.

@@ -91,7 +91,7 @@ class Encoder(nn.Module):
 
 
 def test_cache_is_bounded_and_evicts_least_recently_used() -> None:
-    """Of the hidden states, one is read: an output keeps 200 bytes."""
+    """One hidden state is read, so that an output keeps 200 bytes."""
     encoder = Encoder()
     cache = PromptCache({"text_encoder": encoder}, 500)
     for text in (0, 1, 0, 2, 0, 1):
