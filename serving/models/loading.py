@@ -102,7 +102,8 @@ def load_model(
         # The processes load in parallel with this one.
         decoding = {"decoder_dtype": options.decoder_dtype, "compile": options.compile}
         of_stages = StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype), **decoding)
-        stages = StageProcesses(replace(of_stages, cuda_graphs=options.cuda_graphs))
+        own = {"cuda_graphs": options.cuda_graphs, "prompt_cache_mb": options.prompt_cache_mb}
+        stages = StageProcesses(replace(of_stages, **own))
     offload = None if options.offload == "none" else TextOffload(rereads=torch_device.type == "cpu")
     pipe = load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)

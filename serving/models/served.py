@@ -80,7 +80,7 @@ class ServedModel:
     Attributes:
         unbatched: reason why each request calls its own scheduler; None if one update serves all requests.
         reuse: records of templates for edits.
-        prompts: cache for the conditioning of prompts; None if every text is encoded.
+        prompts: cache of encoded texts; None if every text is encoded, or another process encodes them.
         offload: keeps the text encoders off the device; None if they stay there.
     """
 
@@ -109,7 +109,7 @@ class ServedModel:
         self.decoder = decoder or ImageDecoder(pipe.vae)
         self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
         self.prompts: PromptCache | None = None
-        if options.prompt_cache_mb:
+        if options.prompt_cache_mb and stages is None:  # otherwise the process that encodes has one
             self.prompts = PromptCache(text_encoders(pipe), options.prompt_cache_mb << 20)
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare

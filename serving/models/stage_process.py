@@ -28,6 +28,8 @@ from ..families import Decode, Family
 from ..options import DecoderDtype, EngineOptions
 from .channel import Channel
 from .decoder import ImageDecoder
+from .offload import text_encoders
+from .prompt_cache import PromptCache
 
 _ENTRY = f"{__package__}.stage:run"
 _END_S, _DEAD_S = 5.0, 1.0
@@ -55,6 +57,7 @@ class StageSettings:
         device, dtype: names of device and dtype, resolved.
         part: stage that the process computes.
         decoder_dtype, compile, cuda_graphs: how images are decoded, as in `EngineOptions`.
+        prompt_cache_mb: size of the cache of encoded texts, as in `EngineOptions`.
     """
 
     model: str
@@ -64,6 +67,7 @@ class StageSettings:
     decoder_dtype: DecoderDtype = "auto"
     compile: bool = False
     cuda_graphs: bool | None = None
+    prompt_cache_mb: int = 0
 
     @property
     def options(self) -> EngineOptions:
@@ -242,12 +246,15 @@ class StageProcesses:
             process.close()
 
 
-def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family, ImageDecoder]]) -> int:
+def serve_stage(
+    channel: Channel, load: Callable[[], tuple[Any, Family, ImageDecoder]], prompt_cache_mb: int = 0
+) -> int:
     """Answer calls until the channel is closed; return the exit code.
 
     Args:
         channel: channel to the calling process.
         load: loads the pipeline, with the parts that are needed here, its family and its decoder.
+        prompt_cache_mb: size of the cache of encoded texts.
     """
     compute_alone()
     try:
@@ -257,7 +264,11 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family, ImageDec
             channel.receive()
             channel.send(_Failed(str(error)))
         return error.exit_code
-    device = pipe.vae.device
+    device, prompts = pipe.vae.device, PromptCache(text_encoders(pipe), prompt_cache_mb << 20)
+
+    def condition(request: Request, is_guided: bool) -> dict[str, torch.Tensor]:
+        with prompts.answering(request.adapters):
+            return family.condition(request, is_guided)
 
     def encode(pixels: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator("cpu")
@@ -270,7 +281,7 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family, ImageDec
 
     functions: dict[str, Callable[..., Any]] = {
         "ready": lambda: None,
-        "condition": family.condition,
+        "condition": condition,
         "encode": encode,
         "decode": decode,
     }
