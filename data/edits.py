@@ -67,6 +67,7 @@ class EditSpec:
         full_steps: number of first steps that compute the whole image although there is a record.
         dilate: number of cells around the touched ones that are also computed when a record is read; the image still
             changes only inside the mask.
+        is_whole: whether the whole image is redrawn as by image-to-image pipelines, which have no mask.
 
     Raises:
         UsageError: a field is out of its range, or image and mask differ in size.
@@ -80,6 +81,7 @@ class EditSpec:
     template: TemplateSpec | None = None
     full_steps: int = 0
     dilate: int = 0
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.image.ndim != 3 or self.image.shape[2] != 3 or self.image.dtype != np.uint8:
@@ -114,17 +116,12 @@ class EditSpec:
     @classmethod
     def of_whole_image(cls, image: NDArray[np.uint8], strength: float) -> Self:
         """Return an edit that redraws the whole image, noised to `strength`, as image-to-image pipelines do."""
-        return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False)
+        return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False, is_whole=True)
 
     @property
     def resolution(self) -> Resolution:
         """Size of the image in pixels."""
         return Resolution(self.image.shape[1], self.image.shape[0])
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the whole image is redrawn, as by image-to-image pipelines, which have no mask."""
-        return not self.paste and self.template is None and bool(self.mask.all())
 
     @property
     def mask_ratio(self) -> float:
@@ -160,6 +157,12 @@ def has_alpha(content: bytes) -> bool:
     """Return whether an image file, which was read before, has transparency that can serve as a mask."""
     with Image.open(io.BytesIO(content)) as image:
         return image.has_transparency_data
+
+
+def own_mask(content: bytes, name: str) -> NDArray[np.bool_] | None:
+    """Return the transparent part (height, width) of an image file, which was read before; None if it has none."""
+    mask = read_mask(content, name) if has_alpha(content) else None
+    return None if mask is None or not mask.any() else mask
 
 
 def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:

@@ -199,6 +199,7 @@ def _example(model: ServedModel, size: Resolution, num_steps: int, strength: flo
 
 def _batches(model: ServedModel, example: Request, count: int, num_batches: int, score: Score | None) -> InMemory:
     """Serve batches in a closed loop: a request arrives for every one that ends, so that one batch always waits."""
+    model.clear_cache()  # prompts of earlier batches come again
     collector = InMemory()
     prompts = list(islice(cycle(load_prompts(None)), count * num_batches))
     numbers = iter(range(len(prompts)))

@@ -119,7 +119,7 @@ def edit(
         psctl edit drawn.png "a cat" --mask floor.png --reuse --template-kind trajectory
     """
     from ...data.datasets.decode import read_content
-    from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
+    from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, own_mask, read_image, read_mask
     from ...serving.models.loading import model_geometry
     from ...serving.models.placement import resolve_device
 
@@ -147,10 +147,11 @@ def edit(
     require_seeds(seed, num_images, "images")
     content = read_content(image)
     pixels = read_image(content, str(image))
-    if mask is not None or has_alpha(content):
+    may_change = own_mask(content, str(image)) if mask is None else read_mask(read_content(mask), str(mask))
+    if may_change is not None:
         spec = EditSpec(
             pixels,
-            read_mask(content, str(image)) if mask is None else read_mask(read_content(mask), str(mask)),
+            may_change,
             strength=1.0 if strength is None else strength,
             paste=paste,
             feather_px=feather,
@@ -159,7 +160,7 @@ def edit(
             dilate=edit_dilate,
         )
     elif given := [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]:
-        raise UsageError(f"{' and '.join(given)} need a mask: give --mask")
+        raise UsageError(f"a mask is missing for {' and '.join(given)}: give --mask")
     else:
         spec = EditSpec.of_whole_image(pixels, WHOLE_STRENGTH if strength is None else strength)
     first = Request(

@@ -44,7 +44,7 @@ def own_length(encoder: nn.Module) -> Iterator[None]:
     def pad(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         padded: dict[str, Any] = {"last_hidden_state": _padded(output["last_hidden_state"], added)}
         if (states := output.get("hidden_states")) is not None:
-            padded["hidden_states"] = tuple(_padded(each, added) for each in states)
+            padded["hidden_states"] = _PaddedStates(states, added)
         return type(output)(**dict(output) | padded)
 
     hooks = [
@@ -56,6 +56,20 @@ def own_length(encoder: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _PaddedStates(Sequence[Tensor]):
+    """Hidden states of all layers, each padded when it is read."""
+
+    def __init__(self, states: Sequence[Tensor], count: int) -> None:
+        self._states, self._count = states, count
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self._states[place]
+        return _PaddedStates(found, self._count) if isinstance(place, slice) else _padded(found, self._count)
 
 
 def _padded(states: Tensor, count: int) -> Tensor:

@@ -38,8 +38,10 @@ class PromptCache:
     def answering(self, adapters: Adapters) -> Iterator[None]:
         """Answer calls of the encoders, to which these adapters are applied, until the context ends."""
         given = {name: vars(encoder).get("forward") for name, encoder in self._encoders.items()}
+        assert not any(isinstance(forward, partial) for forward in given.values()), "two caches answer at once"
         for name, encoder in self._encoders.items():
             encoder.forward = partial(self._call, encoder.forward, name, adapters)
+        self._new.clear()
         try:
             yield
         finally:
@@ -48,14 +50,19 @@ class PromptCache:
                     del encoder.forward
                 else:
                     encoder.forward = before
-            while self._new:
-                self._keep(*self._new.popitem())
+        # After an error, states may not have been read.
+        for key, output in self._new.items():
+            self._keep(key, output)
+        self._new.clear()
 
     def _call(self, forward: Callable[..., Any], name: str, adapters: Adapters, *args: Any, **kwargs: Any) -> Any:
         values = [*enumerate(args), *sorted(kwargs.items())]
         if any(isinstance(value, Tensor) and value.is_floating_point() for _, value in values):
             return forward(*args, **kwargs)  # embeddings, of which nothing is known
         key = name, adapters, *((place, _identity(value)) for place, value in values)
+        if (found := self._new.get(key)) is not None:
+            self._hits += 1
+            return found
         if (found := self._entries.get(key)) is not None:
             self._hits += 1
             self._entries.move_to_end(key)

@@ -151,7 +151,9 @@ class ServedModel:
         return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
     def clear_cache(self) -> None:
-        """Clear the cache, and reset `cache_stats`."""
+        """Clear the caches of patches and texts, and reset their figures."""
+        if self.prompts is not None:
+            self.prompts = PromptCache(text_encoders(self.pipe), self.options.prompt_cache_mb << 20)
         if (cache := self._patch_cache) is not None:
             cache.clear()
             cache.stats = CacheStats()

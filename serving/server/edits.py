@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
+from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, own_mask, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from .body import MAX_NAME, Body, shown
@@ -82,15 +82,16 @@ def parse_edit(
         generation = generation_of(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         strength = fields.strength
-        if mask is None and not has_alpha(image):
-            for name in ("reuse", "feather_px"):
+        may_change = own_mask(image, "image") if mask is None else read_mask(mask, "mask")
+        if may_change is None:
+            for name in ("reuse", "feather_px", *RECORD_FIELDS):
                 if name in fields.model_fields_set and getattr(fields, name):
                     raise invalid(f"{name} keeps what is outside a mask, but there is no mask", name)
             spec = EditSpec.of_whole_image(pixels, WHOLE_STRENGTH if strength is None else strength)
         else:
             spec = EditSpec(
                 pixels,
-                read_mask(image if mask is None else mask, "mask"),
+                may_change,
                 1.0 if strength is None else strength,
                 fields.paste,
                 fields.feather_px,

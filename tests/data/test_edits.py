@@ -39,6 +39,8 @@ def test_transparent_mask_pixels_are_editable() -> None:
     assert read_mask(file_of(Image.fromarray(pixels)), "mask").tolist() == [[True, True, False]]
     assert edits.has_alpha(file_of(Image.fromarray(pixels)))
     assert not edits.has_alpha(file_of(Image.new("RGB", (2, 2))))
+    for mode in ("RGB", "RGBA"):
+        assert edits.own_mask(file_of(Image.new(mode, (2, 2), "red")), "image") is None, "nothing is transparent"
 
 
 def test_masks_of_16_bits_and_of_opaque_files() -> None:

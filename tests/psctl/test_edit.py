@@ -56,7 +56,7 @@ def test_whole_image_is_redrawn_without_a_mask(run_psctl: RunPsctl, folder: Path
     expected = plain_edit(tiny_sdxl(), redraw_request(0, SIZE, num_steps=4), "pil")
     assert np.abs(np.asarray(Image.open(folder / "hat.png")).astype(int) - np.asarray(expected)).max() <= 1
     run = run_psctl(*edit, "--reuse", "--feather", "4", **where)
-    assert (run.returncode, run.stderr) == (2, "Error: --reuse and --feather need a mask: give --mask\n")
+    assert (run.returncode, run.stderr) == (2, "Error: a mask is missing for --reuse and --feather: give --mask\n")
 
 
 @pytest.mark.exhaustive
