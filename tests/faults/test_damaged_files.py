@@ -68,6 +68,7 @@ READS = {
 }
 """Files that each command reads."""
 SHORT = {
+    ("train-predictor latency", "zeros"),
     ("simulate", "half of it"),
     ("gate", "other JSON"),
     ("batch run", "a folder"),

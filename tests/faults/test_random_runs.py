@@ -1,4 +1,4 @@
-"""Random runs of requests, batches and faults, none of which breaks an invariant: FAULT_RUNS of them, or 4,100."""
+"""Random runs of requests, batches and faults, none of which breaks an invariant: FAULT_RUNS of them, or 4,300."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from ..support.faulty_disk import preloaded
 
-SHORT, LONG = 100, 800
+SHORT, LONG = 100, 840
 """Numbers of runs of a test. Each is short, as a worker that begins the last one late keeps the others waiting."""
 NUM_RUNS = int(os.environ.get("FAULT_RUNS", SHORT + 5 * LONG))
 FIRST = [0, *(pytest.param(first, marks=pytest.mark.faults) for first in range(SHORT, NUM_RUNS, LONG))]

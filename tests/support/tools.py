@@ -7,7 +7,7 @@ import pytest
 
 NEED_TOOLS = "TESTS_NEED_TOOLS"
 """Not one of psctl's own variables, which tests do not see."""
-_PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++", "mount": "mount"}
+_PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++", "gcc": "gcc", "mount": "mount"}
 
 
 def skip_reason(reason: str) -> str:
