@@ -118,6 +118,19 @@ class EditSpec:
         """Return an edit that redraws the whole image, noised to `strength`, as image-to-image pipelines do."""
         return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False, is_whole=True)
 
+    @classmethod
+    def with_defaults(
+        cls, image: NDArray[np.uint8], mask: NDArray[np.bool_] | None, strength: float | None, **of_mask: Any
+    ) -> Self:
+        """Return an edit whose mask or strength may be missing.
+
+        Without a mask, the whole image is redrawn, with `WHOLE_STRENGTH` by default; `of_mask`, the other fields, are
+        of edits with one.
+        """
+        if mask is None:
+            return cls.of_whole_image(image, WHOLE_STRENGTH if strength is None else strength)
+        return cls(image, mask, 1.0 if strength is None else strength, **of_mask)
+
     @property
     def resolution(self) -> Resolution:
         """Size of the image in pixels."""

@@ -104,7 +104,7 @@ class StepModel:
 
     def __init__(self, model: Any, text_length: int) -> None:
         self._model, self._text_length = model, text_length
-        self._listed: dict[Resolution, tuple[list[Op], list[Op]]] = {}
+        self._known: dict[tuple[Resolution, int], list[Op]] = {}
 
     def row(self, combination: Combination, card: Card) -> dict[str, Any]:
         """Return the predicted milliseconds of a step on a GPU, eager and recorded, for one mixed batch and for batches
@@ -128,15 +128,17 @@ class StepModel:
     def ops_of(self, resolution: Resolution, count: int) -> list[Op]:
         """Return the operators of a pass over requests of one resolution.
 
-        Each further request adds the same arithmetic and traffic to every operator, so two passes tell those of all.
+        Each further request adds the same arithmetic and traffic to every operator, so passes over one and two
+        requests tell those of all.
         """
-        if resolution not in self._listed:
-            one, two = (ops_of(self._model, resolution, self._text_length, num_rows) for num_rows in (2, 4))
-            self._listed[resolution] = one, two
-        return [
-            Op(one.kind, _at(count, one.flops, two.flops), _at(count, one.num_bytes, two.num_bytes))
-            for one, two in zip(*self._listed[resolution], strict=True)
-        ]
+        if count > 2:
+            return [
+                Op(one.kind, _at(count, one.flops, two.flops), _at(count, one.num_bytes, two.num_bytes))
+                for one, two in zip(self.ops_of(resolution, 1), self.ops_of(resolution, 2), strict=True)
+            ]
+        if (resolution, count) not in self._known:
+            self._known[resolution, count] = ops_of(self._model, resolution, self._text_length, 2 * count)
+        return self._known[resolution, count]
 
 
 def _at(count: int, one: float, two: float) -> float:

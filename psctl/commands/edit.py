@@ -119,7 +119,7 @@ def edit(
         psctl edit drawn.png "a cat" --mask floor.png --reuse --template-kind trajectory
     """
     from ...data.datasets.decode import read_content
-    from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, own_mask, read_image, read_mask
+    from ...data.edits import EditSpec, TemplateSpec, own_mask, read_image, read_mask
     from ...serving.models.loading import model_geometry
     from ...serving.models.placement import resolve_device
 
@@ -148,21 +148,19 @@ def edit(
     content = read_content(image)
     pixels = read_image(content, str(image))
     may_change = own_mask(content, str(image)) if mask is None else read_mask(read_content(mask), str(mask))
-    if may_change is not None:
-        spec = EditSpec(
-            pixels,
-            may_change,
-            strength=1.0 if strength is None else strength,
-            paste=paste,
-            feather_px=feather,
-            template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
-            full_steps=edit_full_steps,
-            dilate=edit_dilate,
-        )
-    elif given := [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]:
-        raise UsageError(f"a mask is missing for {' and '.join(given)}: give --mask")
-    else:
-        spec = EditSpec.of_whole_image(pixels, WHOLE_STRENGTH if strength is None else strength)
+    needing = [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]
+    if may_change is None and needing:
+        raise UsageError(f"a mask is missing for {' and '.join(needing)}: give --mask")
+    spec = EditSpec.with_defaults(
+        pixels,
+        may_change,
+        strength,
+        paste=paste,
+        feather_px=feather,
+        template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
+        full_steps=edit_full_steps,
+        dilate=edit_dilate,
+    )
     first = Request(
         0,
         prompt,

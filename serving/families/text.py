@@ -68,8 +68,7 @@ class _PaddedStates(Sequence[Tensor]):
         return len(self._states)
 
     def __getitem__(self, place: Any) -> Any:
-        found = self._states[place]
-        return _PaddedStates(found, self._count) if isinstance(place, slice) else _padded(found, self._count)
+        return _padded(self._states[place], self._count)
 
 
 def _padded(states: Tensor, count: int) -> Tensor:

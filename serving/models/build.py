@@ -21,7 +21,7 @@ from ..core.cuda_graphs import CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
 from ..families import Decode, Family, build_family
-from ..options import EngineOptions, StagesName, order_on, stages_on, why_not_recorded
+from ..options import EngineOptions, order_on, stages_on, why_not_recorded
 from ..parallel.launch import ProcessRanks
 from ..parallel.recovery import RankGroup
 from ..parallel.stepper import ParallelStepper
@@ -151,25 +151,17 @@ def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
     model, unless `is_eager`: then it has none of them.
     """
     options = model.options
-    is_compiled, is_recorded = options.compile and not is_eager, bool(options.cuda_graphs) and not is_eager
-    stages: StagesName = "auto" if options.stages == "processes" else options.stages
-    prompt_cache_mb = 0 if is_eager else options.prompt_cache_mb
-    wanted = EngineOptions(
-        "plain",
-        prompt_cache_mb=prompt_cache_mb,
-        compile=is_compiled,
-        cuda_graphs=is_recorded,
-        stages=stages,
-        decoder_dtype=options.decoder_dtype,
-        decode_batch=options.decode_batch,
-    )
-    has_others = stages != options.stages or options.cache.is_on
-    has_efforts = (options.compile, options.cuda_graphs, options.prompt_cache_mb) == (
-        is_compiled,
-        is_recorded,
-        prompt_cache_mb,
-    )
-    return model if options.engine == "plain" and has_efforts and not has_others else with_engine(model, wanted)
+    efforts: dict[str, Any] = {
+        "compile": options.compile and not is_eager,
+        "cuda_graphs": bool(options.cuda_graphs) and not is_eager,
+        "prompt_cache_mb": 0 if is_eager else options.prompt_cache_mb,
+        "stages": "auto" if options.stages == "processes" else options.stages,
+        "cache": CacheOptions(),
+    }
+    if options.engine == "plain" and replace(options, **efforts) == options:
+        return model
+    decoding = {"decoder_dtype": options.decoder_dtype, "decode_batch": options.decode_batch}
+    return with_engine(model, EngineOptions("plain", **efforts, **decoding))
 
 
 def without_cache(model: ServedModel) -> ServedModel:

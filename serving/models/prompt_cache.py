@@ -29,10 +29,14 @@ class PromptCache:
     """
 
     def __init__(self, encoders: Mapping[str, nn.Module], max_bytes: int) -> None:
-        self._encoders, self._max_bytes, self._num_bytes = encoders, max_bytes, 0
+        self._encoders, self._max_bytes = encoders, max_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts, and count from 0."""
         self._entries: OrderedDict[Any, Any] = OrderedDict()
         self._new: dict[Any, Any] = {}
-        self._hits = self._misses = 0
+        self._num_bytes = self._hits = self._misses = 0
 
     @contextmanager
     def answering(self, adapters: Adapters) -> Iterator[None]:
@@ -60,12 +64,10 @@ class PromptCache:
         if any(isinstance(value, Tensor) and value.is_floating_point() for _, value in values):
             return forward(*args, **kwargs)  # embeddings, of which nothing is known
         key = name, adapters, *((place, _identity(value)) for place, value in values)
-        if (found := self._new.get(key)) is not None:
-            self._hits += 1
-            return found
-        if (found := self._entries.get(key)) is not None:
-            self._hits += 1
+        if key in self._entries:
             self._entries.move_to_end(key)
+        if (found := self._entries.get(key, self._new.get(key))) is not None:
+            self._hits += 1
             return found
         self._misses += 1
         found = forward(*args, **kwargs)

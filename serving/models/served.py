@@ -153,7 +153,7 @@ class ServedModel:
     def clear_cache(self) -> None:
         """Clear the caches of patches and texts, and reset their figures."""
         if self.prompts is not None:
-            self.prompts = PromptCache(text_encoders(self.pipe), self.options.prompt_cache_mb << 20)
+            self.prompts.clear()
         if (cache := self._patch_cache) is not None:
             cache.clear()
             cache.stats = CacheStats()

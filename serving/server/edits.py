@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import WHOLE_STRENGTH, EditSpec, TemplateSpec, own_mask, read_image, read_mask
+from ...data.edits import EditSpec, TemplateSpec, own_mask, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from .body import MAX_NAME, Body, shown
@@ -81,24 +81,21 @@ def parse_edit(
         template = _template_of(fields, model)
         generation = generation_of(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
-        strength = fields.strength
         may_change = own_mask(image, "image") if mask is None else read_mask(mask, "mask")
         if may_change is None:
             for name in ("reuse", "feather_px", *RECORD_FIELDS):
                 if name in fields.model_fields_set and getattr(fields, name):
                     raise invalid(f"{name} keeps what is outside a mask, but there is no mask", name)
-            spec = EditSpec.of_whole_image(pixels, WHOLE_STRENGTH if strength is None else strength)
-        else:
-            spec = EditSpec(
-                pixels,
-                may_change,
-                1.0 if strength is None else strength,
-                fields.paste,
-                fields.feather_px,
-                template,
-                fields.full_steps,
-                fields.dilate,
-            )
+        spec = EditSpec.with_defaults(
+            pixels,
+            may_change,
+            fields.strength,
+            paste=fields.paste,
+            feather_px=fields.feather_px,
+            template=template,
+            full_steps=fields.full_steps,
+            dilate=fields.dilate,
+        )
         return replace(generation, edit=spec)
     except UsageError as error:
         begin = _PARAM.match(str(error))

@@ -30,6 +30,7 @@ from patchedserve.serving.server.guards import OPEN_PATHS
 from ..support.checkout import tree_files
 from ..support.docs_pages import REPOSITORY
 from ..support.http_server import HttpServer, small_model
+from ..support.tools import need_tools
 from ..support.waits import until
 
 DEPLOY = REPOSITORY / "docs" / "deploy"
@@ -336,6 +337,7 @@ def test_unit_is_valid_and_its_options_exist(tmp_path: Path) -> None:
 @pytest.fixture
 def behind_nginx(model: Path, tmp_path: Path) -> Iterator[tuple[str, ssl.SSLContext]]:
     """Run a server behind nginx with the documented site, on free ports and with a certificate of its own."""
+    need_tools("nginx", "openssl")
     nginx, port = tool("nginx"), free_port()
     subject = ["-subj", "/CN=images.example.com", "-addext", "subjectAltName=DNS:images.example.com,IP:127.0.0.1"]
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"

@@ -7,7 +7,15 @@ import pytest
 
 NEED_TOOLS = "TESTS_NEED_TOOLS"
 """Not one of psctl's own variables, which tests do not see."""
-_PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver", "g++": "g++", "gcc": "gcc", "mount": "mount"}
+_PACKAGES = {
+    "chromium": "chromium",
+    "chromedriver": "chromium-driver",
+    "g++": "g++",
+    "gcc": "gcc",
+    "mount": "mount",
+    "nginx": "nginx",
+    "openssl": "openssl",
+}
 
 
 def skip_reason(reason: str) -> str:

@@ -1,5 +1,7 @@
 """A repeated text is encoded once: images are the same, the memory bound holds, and hits are counted."""
 
+import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ from torch import nn
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.threads import LoneThread
+from patchedserve.serving.families import build_family
 from patchedserve.serving.models.build import as_plain, build_model
+from patchedserve.serving.models.channel import Channel
+from patchedserve.serving.models.decoder import ImageDecoder
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.prompt_cache import PromptCache
+from patchedserve.serving.models.stage_process import serve_stage
 from patchedserve.serving.options import EngineOptions
 
 from ...support.family_kit import BUILDS, served
@@ -68,6 +75,10 @@ def test_repeated_texts_are_not_encoded_again(name: str, monkeypatch: pytest.Mon
     if cached.family.uses_guidance(4.0):
         assert facts["hits"] == num_texts / 4, "the second negative prompt"
 
+    for output in cached.prompts._entries.values():
+        states = output.get("hidden_states") or ()
+        assert len([state for state in states if state is not None]) <= 3, "states that are not read are not kept"
+
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("encoded again")
 
@@ -111,6 +122,51 @@ def test_cache_is_bounded_and_evicts_least_recently_used() -> None:
         with nothing.answering(()):
             encoder(torch.tensor(1))
     assert nothing.to_json()["kept_bytes"] == nothing.to_json()["hits"] == 0
+
+
+def test_a_text_that_comes_twice_in_a_context_is_encoded_once_and_not_kept_after_an_error() -> None:
+    encoder = Encoder()
+    cache = PromptCache({"text_encoder": encoder}, 500)
+
+    def fail() -> None:
+        with cache.answering(()):
+            encoder(torch.tensor(0))
+            encoder(torch.tensor(0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert encoder.calls == [0]
+    with cache.answering(()):
+        assert encoder(torch.tensor(0)).hidden_states[-2].shape == (1, 1, 25)
+    assert encoder.calls == [0, 0], "its states had not been read"
+    assert "forward" not in vars(encoder)
+    cache.clear()
+    facts = cache.to_json()
+    assert (facts["hits"], facts["misses"], facts["num_kept"], facts["kept_bytes"]) == (0, 0, 0, 0)
+
+
+def test_process_that_encodes_has_the_cache() -> None:
+    pipe, calls, (ours, theirs) = tiny_sd(), [], socket.socketpair()
+    encode = pipe.text_encoder.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return encode(*args, **kwargs)
+
+    pipe.text_encoder.forward = noted
+    loaded = pipe, build_family(pipe), ImageDecoder(pipe.vae)
+    thread = LoneThread(target=serve_stage, name="stage", args=(Channel(theirs), lambda: loaded, 8))
+    thread.start()
+    with closing(Channel(ours)) as channel:
+        found = []
+        for request in REQUESTS[:3]:
+            channel.send(("condition", (request, True)))
+            found.append(channel.receive())
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(calls) == 2, "a hat, and the negative prompt"
+    assert all(torch.equal(each["text"], found[0]["text"]) for each in found)
 
 
 def test_offloaded_encoders_stay_off_the_device_for_repeated_texts(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from patchedserve.serving.server.request_log import RequestLog
 
 from ...conftest import RunPsctl
 from ...support.http_server import HttpServer, small_model
+from ...support.tools import need_tools
 from ...support.waits import until
 
 GENERATIONS = "/v1/images/generations"
@@ -76,8 +76,8 @@ def test_addresses_of_images_have_the_proxys_scheme_and_path(server: HttpServer,
     assert 'fetch("v1/models"' in httpx.get(f"{server.url}{path}/").text
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None or shutil.which("openssl") is None, reason="needs nginx and openssl")
 def test_behind_nginx_with_tls(server: HttpServer, folder: Path) -> None:
+    need_tools("nginx", "openssl")
     subject = ["-subj", "/CN=images.example", "-addext", "subjectAltName=DNS:images.example"]
     new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-keyout", "key.pem", "-out"]
     subprocess.run([*new, "cert.pem", *subject], cwd=folder, check=True, capture_output=True)
