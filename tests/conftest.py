@@ -34,12 +34,6 @@ def pytest_configure() -> None:
         del os.environ[name]
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers of `-n auto`: more than cores, as tests wait for processes and timeouts at times."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + (cores + 1) // 2
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exclude the packages that test modules import from garbage collection, as serving does."""

@@ -67,7 +67,8 @@ def test_plan_is_computed_per_batch(plan: LoadPlan, tmp_path: Path) -> None:
     both = some(stepper.plan)
     assert alone is not both
     assert len(alone.reuses) == len(both.reuses) == len(stepper.masked.parts)
-    assert 0 < alone.latency_s < both.latency_s
+    # The lines are fitted to measured times, whose noise may leave no slope.
+    assert 0 < alone.latency_s <= both.latency_s
     # The two edits are at different steps of the record, and both steps are loaded.
     assert not stepper.step([first, second])
     assert stepper.plan is None  # the first one has finished
