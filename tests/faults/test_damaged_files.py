@@ -69,7 +69,6 @@ READS = {
 """Files that each command reads."""
 SHORT = {
     ("train-predictor latency", "zeros"),
-    ("simulate", "half of it"),
     ("gate", "other JSON"),
     ("batch run", "a folder"),
 }

@@ -38,7 +38,7 @@ def _both(run_triton: RunTriton, function: Callable[..., Any], *args: Any, **kwa
     return [function(*args, **kwargs), run_triton(function, *args, **kwargs)]
 
 
-@pytest.mark.product
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "activation"), [(torch.float32, False), *((dtype, True) for dtype in DTYPES)], ids=str

@@ -86,7 +86,7 @@ def _of(dtype: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, f"*{dtype}")
 
 
-@pytest.mark.product
+@pytest.mark.product(most=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_rehearsal_stops_in_time_and_resumes(repository: Path, tmp_path: Path) -
     assert {"manifest.json", "tables.md", *(f"results/{part.name}.json" for part in PLAN)} <= names
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_run_continues_after_a_part_hangs_dies_or_raises(tmp_path: Path) -> None:
     plan = [_planted(name) for name in ("dies", "raises", "fine")]

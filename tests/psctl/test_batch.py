@@ -145,6 +145,7 @@ def test_full_disk_pauses_a_batch(model: Path, lines: Path, tmp_path: Path) -> N
     assert any("the disk is full" in line for line in server.lines)
 
 
+@pytest.mark.exhaustive
 def test_failed_batch_reports_completed_lines(model: Path, lines: Path, tmp_path: Path) -> None:
     """The server's file size limit keeps the output file from growing."""
     with HttpServer(model, tmp_path) as server:

@@ -45,7 +45,7 @@ def test_script_builds_all_families(script: dict[str, Any]) -> None:
     assert {*FAMILIES, "flux-dev", "sdxl"} == set(script["CONFIGS"]) == set(script["TINY"])
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunPsctl, tmp_path: Path) -> None:
     common = write_model(script, family, tmp_path)

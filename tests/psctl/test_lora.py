@@ -286,7 +286,8 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
     summary = json.loads(done.stdout)
     assert summary["completed_requests"] == 3
 
-    with HttpServer(model_dir, tmp_path / "served", *given, env={"PSCTL_DTYPE": "float32"}) as server:
+    options = (*given, "--system", "patched-fcfs", "--slo", "600")  # nothing is measured
+    with HttpServer(model_dir, tmp_path / "served", *options) as server:
         url = f"{server.url}/v1/images/generations"
         for named, wanted in (
             ({"lora": "ink:0.5"}, expected),

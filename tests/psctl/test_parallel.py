@@ -80,6 +80,7 @@ def test_unsupported_settings_are_reported_before_drawing(run_psctl: RunPsctl, t
     assert not list(tmp_path.rglob("*.png"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_trace_is_served_on_ranks(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     options = ("--request-rate", "20", "--num-prompts", "4", "--resolutions", "32,64", "--json", "-q")

@@ -389,6 +389,7 @@ def trace_at(rate: float) -> Sequence[Request]:
     return generate_trace(config, ["a"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_searches(folder: Path) -> None:
     seen: list[float] = []

@@ -105,7 +105,7 @@ def test_second_signal_ends_a_server_draining_a_hanging_stage(model: Path, tmp_p
     until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["prepare", "postprocess"])
 def test_one_signal_ends_a_server_with_a_hanging_stage(model: Path, tmp_path: Path, part: str) -> None:

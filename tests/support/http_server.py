@@ -1,11 +1,11 @@
 """A server as users start it: `psctl serve --http` in a process of its own, on a free port."""
 
+import os
 import queue
 import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,15 @@ from typing import Self
 import httpx
 
 from patchedserve.data.workspace import Workspace
+from patchedserve.serving.models.loading import fingerprint_of
 
 from .psctl_process import PsctlProcess, start_psctl
 from .tiny_models import save_tiny, tiny_sdxl
 
 SIZES = ("32x32", "64x32")
 READY = re.compile(r"Serving at (http://\S+)/v1")
-_MEASURED: dict[Path | str | None, "tempfile.TemporaryDirectory[str]"] = {}
-"""Latencies that the first server of a model has measured. Its later servers start with copies, seconds sooner."""
+SHARED_FOLDER = "TESTS_SHARED_FOLDER"
+"""Environment variable: a folder that all workers of one run of the tests share."""
 
 
 def small_model(folder: Path) -> Path:
@@ -51,9 +52,10 @@ class HttpServer:
         reads_log: bool = True,
     ) -> None:
         self.start_s, self._reads_log = start_s, reads_log
-        self._model, self._place = model, Workspace(workspace).for_model(str(model), "cpu").root
-        if model in _MEASURED and not self._place.exists():
-            shutil.copytree(_MEASURED[model].name, self._place / "tables")
+        self._tables = Workspace(workspace).for_model(str(model), "cpu").root / "tables"
+        self._shared = None if model is None else _shared_tables(str(model))
+        if self._shared is not None and not self._tables.parent.exists():
+            _copy_new(self._shared, self._tables)
         self._began_s = time.monotonic()
         command = ["serve", "--http", "--port", "0"]
         if model is not None:
@@ -101,15 +103,34 @@ class HttpServer:
     def __enter__(self) -> Self:
         self.url = self.wait(READY, self.start_s)[1]
         self.start_s = time.monotonic() - self._began_s
-        if self._model not in _MEASURED and (self._place / "tables").exists():
-            _MEASURED[self._model] = tempfile.TemporaryDirectory()
-            shutil.copytree(self._place / "tables", _MEASURED[self._model].name, dirs_exist_ok=True)
+        if self._shared is not None:
+            _copy_new(self._tables, self._shared)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(60)
+
+
+def _shared_tables(model: str) -> Path | None:
+    """Return the folder of what servers of equal models have measured in this run of the tests; None outside of tests.
+
+    Later servers start with copies, seconds sooner.
+    """
+    shared = os.environ.get(SHARED_FOLDER)
+    return None if shared is None else Path(shared) / fingerprint_of(model)
+
+
+def _copy_new(source: Path, target: Path) -> None:
+    """Copy each table that the target lacks, or of which it has fewer rows, at once."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in [*source.glob("[!.]*.json"), *source.glob("[!.]*.parquet")]:
+        known = target / file.name
+        if not known.exists() or known.stat().st_size < file.stat().st_size:
+            part = target / f".{file.name}.{os.getpid()}"
+            shutil.copy2(file, part)
+            part.replace(known)
 
 
 @contextmanager

@@ -186,12 +186,10 @@ def counts_of(events: dict[str, list[Event]]) -> Counts:
     return counts
 
 
-def family_counts(family: str) -> dict[str, Counts]:
-    """Return the numbers of a family for each batch."""
-    build = BUILDS[family]
-    return {
-        name: counts_of(events_of(build, sizes) | replay_events_of(build, sizes)) for name, sizes in BATCHES.items()
-    }
+def batch_counts(family: str, batch: str) -> Counts:
+    """Return the numbers of a family for a batch."""
+    build, sizes = BUILDS[family], BATCHES[batch]
+    return counts_of(events_of(build, sizes) | replay_events_of(build, sizes))
 
 
 def read_table() -> dict[str, dict[str, Counts]]:

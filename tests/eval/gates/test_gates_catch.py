@@ -189,7 +189,7 @@ def test_correct_engine_passes(capsys: Capture, drawn: Drawn) -> None:
     assert judged(capsys, drawn.results) == (0, expected(""))
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawn", "fault"),
@@ -247,7 +247,7 @@ def test_too_loose_cache_threshold_fails(capsys: Capture, drawn: Drawn, tmp_path
     assert judged(capsys, results) == (1, expected("cache keeps the image"))
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @MODELS
 def test_schedule_with_too_few_steps_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
@@ -274,6 +274,7 @@ def test_mixed_up_scales_of_tokens_fail(
     assert judged(capsys, results) == (1, expected("fp8 keeps the image"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "gate"),

@@ -273,6 +273,7 @@ def test_all_cache_flags_build_one_setting(tmp_path: Path) -> None:
             CACHE_FLAGS.build(given | {"cache": mode, "cache_threshold": 0.1})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_eval_accepts_cache_flags(
     model_dir: Path,

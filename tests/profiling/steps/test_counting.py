@@ -33,6 +33,7 @@ def test_attention_operations_are_counted() -> None:
     assert counter.get_total_flops() // 2 == 2 * 3 * 5 * 7 * (8 + 8)
 
 
+@pytest.mark.product(most=5)
 @pytest.mark.parametrize("name", [*WITH_ALL_OPTIONS, *PIPES])
 def test_small_models(name: str) -> None:
     model = on_meta(MODELS[name]() if name in MODELS else denoiser_of(PIPES[name]()))

@@ -318,6 +318,7 @@ def test_worker_with_a_hanging_step_sends_no_heartbeat(
     assert not running.is_alive()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
@@ -383,6 +384,7 @@ def test_hanging_workers_hold_no_places_and_restart(template: WorkerSettings, mo
     asyncio.run(asyncio.wait_for(work(), 240))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_model_load_failures_give_a_one_line_error(template: WorkerSettings, tmp_path: Path) -> None:
 

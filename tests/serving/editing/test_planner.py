@@ -41,7 +41,7 @@ def stepper_of(model: ServedModel) -> PatchedStepper:
     return model.stepper
 
 
-@pytest.mark.product(most=2)
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("family", ["sdxl", "sd3"])
 def test_edit_with_all_parts_equals_a_fast_link_and_with_none_the_twin(family: str, keep: Keep, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, mode
 from .test_exact import pipeline
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
 def test_damaged_record_is_quarantined_and_the_edit_is_exact(damage: str, tmp_path: Path) -> None:
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)

@@ -114,6 +114,7 @@ def test_checked_steps_are_the_requested_ones() -> None:
     engine.submit(nirvana.adapt(asked))
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_number_of_prepared_requests_is_bounded(model: ServedModel, policy: str) -> None:

@@ -174,6 +174,7 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     assert max(step.active for step in result.steps) == (2 if policy == "continuous" else 1)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cache",

@@ -16,6 +16,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 SMALL = Resolution(32, 32)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("stages", ["threads", "inline"])
 def test_only_idle_time_is_skipped(stages: StagesName, model: ServedModel) -> None:
     model = with_engine(model, EngineOptions(stages=stages))

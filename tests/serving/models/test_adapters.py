@@ -79,7 +79,7 @@ def test_recorded_passes_apply_the_adapters_of_each_batch(name: str, engine: Eng
     assert tape.recorded == (num_sizes if engine == "plain" else 1)
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
 def test_ranks_apply_the_adapters_of_their_rows(name: str, tmp_path: Path) -> None:
     """In strips, also of two teams with a row each of guided requests, and as whole images of all sizes."""
@@ -237,6 +237,7 @@ def test_edits_with_adapters_read_no_records(tmp_path: Path) -> None:
         model.reuse.use_template(request, tmp_path / "records", lambda count: None)
 
 
+@pytest.mark.product(most=1)
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_bfloat16_is_as_accurate_as_the_pipeline(name: str, tmp_path: Path) -> None:
     _, loras, folder = saved(name, tmp_path)

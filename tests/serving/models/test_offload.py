@@ -33,7 +33,7 @@ def num_bytes(modules: list[torch.nn.Module]) -> int:
     return sum(weight.nbytes for module in modules for weight in module.parameters())
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("build", BUILDS)
 def test_texts_are_bit_equal(build: Callable[[], Any], tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, build())

@@ -107,7 +107,7 @@ def test_images_are_equal_for_all_stage_options(model: ServedModel) -> None:
     assert same_images(serve_in_memory(with_engine(model, replace(model.options, stages="inline")), mixed()), usual)
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("build", BUILDS)
 def test_part_of_a_pipeline_equals_the_whole(build: Callable[[], Any], tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, build())

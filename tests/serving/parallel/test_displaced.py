@@ -155,7 +155,7 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
     return found
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [sdxl_unet, sd3_transformer, flux_transformer])
 @pytest.mark.parametrize("norms", ["corrected", "sync", "stale", "separate"])
 def test_rows_are_independent_of_their_batch(make: Any, norms: str) -> None:

@@ -70,7 +70,7 @@ def test_replayed_strips_equal_plain_diffusers(name: str) -> None:
     assert tape.played >= 2 * (NUM_PASSES - PATIENCE - 1), "a replay after the recording, and those that follow"
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["flux", *(name for name in MODELS if name != "flux")])
 def test_replayed_displaced_strips_equal_eager_ones(name: str) -> None:
     """Passes after the warm-up read what the other ranks had in the pass before, be it replayed or not."""

@@ -67,6 +67,7 @@ def test_ranks_change_their_weights_alike(
     assert largest_error([prepared.latents[0]], [plain_latents(pipe, request)]) <= most_error
 
 
+@pytest.mark.exhaustive
 def test_ranks_load_the_adapters_that_requests_name(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from ...support.adapters import adapted, saved, serving

@@ -164,7 +164,7 @@ def test_mixes_of_a_bucket_share_a_recorded_pass(name: str) -> None:
     assert patched_stepper(model).recording_failure is None
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", BUILDS)

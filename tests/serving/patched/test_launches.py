@@ -3,16 +3,17 @@
 import pytest
 
 from ...support.family_kit import BUILDS
-from ...support.launches import COUNTED, FILE, Counts, family_counts, read_table
+from ...support.launches import BATCHES, COUNTED, FILE, Counts, batch_counts, read_table
 
 UPDATE = "python tests/benchmarks/launches.py --write --families "
 
 
 @pytest.mark.product(most=1)
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", reversed(BATCHES))
 @pytest.mark.parametrize("family", BUILDS)
-def test_steps_ask_no_more_of_a_gpu(family: str) -> None:
-    found, known = family_counts(family), read_table()[family]
+def test_steps_ask_no_more_of_a_gpu(family: str, batch: str) -> None:
+    found, known = {batch: batch_counts(family, batch)}, {batch: read_table()[family][batch]}
     more, fewer = (changes(known, found, sign) for sign in (1, -1))
     assert not more, f"{family} asks more of a GPU: {'; '.join(more)}"
     assert not fewer, f"{family} asks less of a GPU ({'; '.join(fewer)}); commit it: {UPDATE}{family}"
@@ -38,4 +39,5 @@ def test_changes_of_the_table_are_named() -> None:
 
 
 def test_table_has_every_family() -> None:
+    assert all(list(batches) == list(BATCHES) for batches in read_table().values())
     assert list(read_table()) == list(BUILDS), f"{FILE.name} is of other families; rewrite it: {UPDATE}FAMILY,..."

@@ -152,7 +152,7 @@ def test_rows_are_independent_of_their_batch(name: str) -> None:
             assert relative_error(found, [together[place] for place in kept]) <= TOLERANCE, way
 
 
-@pytest.mark.product
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SOME)

@@ -27,7 +27,7 @@ from ...support.tape import Tape
 from ...support.tiny_models import plain_latents, tiny_sd3, tiny_sdxl
 
 
-@pytest.mark.product(most=4)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_text_keys_and_values_are_cached_until_the_next_batch(way: Way) -> None:
     assert count == 2 * len(attentions)
 
 
-@pytest.mark.product(most=3)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_batches_of_different_shapes_in_sequence(name: str) -> None:
@@ -105,6 +105,7 @@ def _fail(*_: object) -> None:
     raise RuntimeError("half way")
 
 
+@pytest.mark.product(most=2)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name not in MASKED + WITH_POSITIONS])
 def test_repeated_text_tokens(name: str) -> None:
     """Without T5, SD3's text ends in many equal tokens, which are passed once with their number."""
@@ -160,7 +161,7 @@ def test_swap_can_be_undone(name: str) -> None:
     assert modules_of(model) == modules
 
 
-@pytest.mark.product(most=3)
+@pytest.mark.product(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_given_model_is_unmodified_and_its_weights_are_shared(name: str) -> None:

@@ -28,6 +28,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", POLICIES)
 def test_random_event_orders_keep_the_scheduler_consistent(name: str, seed: int) -> None:

@@ -46,6 +46,7 @@ from ...support.local_backends import (
 
 
 # Inline stages prepare a request between steps, before the policy sees it, so no request is ever "joining".
+@pytest.mark.product(most=3)
 @pytest.mark.parametrize(
     ("stages", "stage"),
     [

@@ -94,7 +94,7 @@ def test_draw_watch_and_cancel_in_the_browser(server: HttpServer, browser: webdr
     assert errors == []
 
 
-@pytest.mark.product(most=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [1200, 400], ids=["desk", "phone"])
 def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path, width: int) -> None:
     # A page that declares no width, such as an empty one, gets the width of a desktop on phones.

@@ -192,6 +192,7 @@ def test_nirvana_runs_fewer_steps() -> None:
     assert (result.num_steps, result.records[0].num_inference_steps) == (8, 8)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_gpus", [1, 4])
 def test_every_request_ends_and_the_run_is_reproducible(name: str, num_gpus: int) -> None:
@@ -262,6 +263,7 @@ def test_arrival_order_is_kept(name: str) -> None:
 _BOUNDS = {"fcfs": 0, "distrifusion-fcfs": 0, "continuous": 2, "nirvana": 2, "edf": 4, "slack": 4}
 
 
+@pytest.mark.product(most=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_removing_a_request_barely_affects_others(name: str) -> None:
     falls = []
