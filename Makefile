@@ -1,6 +1,6 @@
 # The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
 #   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about four minutes
-#   make test     the tests of most promises: 17 minutes on two slow cores
+#   make test     the tests of most promises: about twelve minutes on two slow cores
 #   make test-exhaustive   all other tests: products of cases, and what takes long
 #   make faults   stopped and killed processes, failing disks, damaged files, random runs: at most twenty minutes
 #                 (FAULT_RUNS=10000 makes more of these)

@@ -1,6 +1,8 @@
 """Settings and fixtures that all tests share."""
 
 import contextlib
+import functools
+import importlib.util
 import io
 import logging
 import os
@@ -141,6 +143,19 @@ def places_of_tests(root: Path, changed: list[Path]) -> list[Path]:
         named = [place / file.name, place / f"test_{file.stem}.py"]
         found += [next((each for each in named if (root / each).is_file() and each.suffix == ".py"), place)]
     return [root / each for each in found if each != Path("tests")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_tls_context() -> Iterator[None]:
+    """Let all HTTP clients of a worker share a TLS context, as each would take 50 ms to read the certificates."""
+    if importlib.util.find_spec("httpx") is None:
+        yield
+        return
+    from httpx._transports import default
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")

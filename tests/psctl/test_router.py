@@ -141,7 +141,7 @@ def test_killed_servers_cost_no_request(model: Path, servers: list[HttpServer], 
             assert generate(url, SMALL).headers["x-psctl-server"] == f"{servers[0].url}/v1"
         with ThreadPoolExecutor(1) as pool:
             last = pool.submit(generate, url, LARGE)
-            until(lambda: states(url)[f"{servers[0].url}/v1"]["pixel_steps"] > 0)
+            until(lambda: states(url)[f"{servers[0].url}/v1"]["pixel_steps"] == 64 * 32 * 100)
             process.send_signal(signal.SIGTERM)
             assert last.result(120).status_code == 200, "open requests are finished"
         assert process.wait(60) == 0

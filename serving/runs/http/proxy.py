@@ -7,6 +7,7 @@ Servers need not be ours. What is pending is known from what was sent and has no
 import asyncio
 import contextlib
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -286,7 +287,20 @@ def _number(fields: Mapping[str, Any], names: Sequence[str], usual: int) -> int:
 
 
 class _EndingServer(uvicorn.Server):
-    """uvicorn server that ends with code 0 after a signal, and at once after a second one."""
+    """uvicorn server that ends with code 0 after a signal, and at once after a second one.
+
+    Args:
+        config: settings.
+        on_listening: called when the server accepts connections.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -326,9 +340,12 @@ async def serve_router(
     config = uvicorn_config(guarded, address, drain_s=max(1, round(address.drain_timeout_s)))
     await app.probe()
     watching = asyncio.ensure_future(app.watch())
-    on_ready(address.url_of(listening), {each.url: each.problem for each in app.servers.values() if not each.is_up})
+
+    def on_listening() -> None:
+        on_ready(address.url_of(listening), {each.url: each.problem for each in app.servers.values() if not each.is_up})
+
     try:
-        await _EndingServer(config).serve(sockets=[listening])
+        await _EndingServer(config, on_listening).serve(sockets=[listening])
     finally:
         watching.cancel()
         await app.close()
