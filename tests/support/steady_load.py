@@ -25,6 +25,8 @@ from .tiny_models import smallest_sd
 SIZES = tuple(Resolution(*size) for size in ((16, 16), (32, 16), (16, 32), (32, 32), (48, 16), (16, 48)))
 NUM_IDS = 500
 """Number of requests after which ids are reused."""
+NUM_PROMPTS = 100
+"""Number of different texts, so that the prompt cache soon stops growing."""
 NUM_OPEN = 48
 
 
@@ -88,7 +90,7 @@ class SteadyLoad:
             self.engine.submit(
                 Request(
                     number % NUM_IDS,
-                    f"prompt {number}",
+                    f"prompt {number % NUM_PROMPTS:02}",
                     self._random.choice(self._sizes),
                     self._random.randint(1, self._most_steps),
                     guidance_scale=self._random.choice((1.0, 4.0)),

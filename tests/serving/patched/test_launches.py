@@ -10,7 +10,7 @@ UPDATE = "python tests/benchmarks/launches.py --write --families "
 
 @pytest.mark.product(most=1)
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", reversed(BATCHES))
+@pytest.mark.parametrize("batch", [*reversed(BATCHES)])
 @pytest.mark.parametrize("family", BUILDS)
 def test_steps_ask_no_more_of_a_gpu(family: str, batch: str) -> None:
     found, known = {batch: batch_counts(family, batch)}, {batch: read_table()[family][batch]}

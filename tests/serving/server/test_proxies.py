@@ -34,7 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[HttpServer]:
+def model(folder: Path) -> Path:
+    return small_model(folder / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, folder: Path) -> Iterator[HttpServer]:
     (folder / "keys.toml").write_text(KEYS)
     (folder / "psctl.toml").write_text(f"""
 [serve]
@@ -48,7 +53,7 @@ log-level = "info"
 """)
     options = ["--config", str(folder / "psctl.toml")]
     warnings_only = {"PSCTL_SERVE_LOG_LEVEL": "warning"}
-    with HttpServer(small_model(folder / "tiny"), folder / "workspace", *options, env=warnings_only) as found:
+    with HttpServer(model, folder / "workspace", *options, env=warnings_only) as found:
         yield found
 
 
@@ -122,8 +127,8 @@ def _listens(port: int) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_untrusted_clients_do_not_set_the_scheme(folder: Path) -> None:
-    with HttpServer(folder / "tiny", folder / "workspace", "--trusted-proxy", "10.0.0.1") as server:
+def test_untrusted_clients_do_not_set_the_scheme(model: Path, tmp_path: Path) -> None:
+    with HttpServer(model, tmp_path, "--trusted-proxy", "10.0.0.1") as server:
         found = address_of_image(server, x_forwarded_proto="https")
         assert found.startswith(f"{server.url}/v1/images/")
 
