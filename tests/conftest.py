@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from .support.tools import SHARED_FOLDER
+
 # A shell without job control starts background jobs that ignore Ctrl-C, and children inherit this. Tests of
 # interrupts need the behaviour of a terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -27,7 +29,7 @@ RunPsctl = Callable[..., subprocess.CompletedProcess[str]]
 def pytest_configure(config: pytest.Config) -> None:
     """Set the environment before any test module imports torch."""
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit the folder
-        os.environ["TESTS_SHARED_FOLDER"] = tempfile.mkdtemp(prefix="psctl-tests-")
+        os.environ[SHARED_FOLDER] = tempfile.mkdtemp(prefix="psctl-tests-")
     # One thread makes small models faster, and results equal on every machine.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -43,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the folder that the workers have shared."""
     if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["TESTS_SHARED_FOLDER"], ignore_errors=True)
+        shutil.rmtree(os.environ[SHARED_FOLDER], ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)

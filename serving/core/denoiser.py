@@ -63,8 +63,6 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     known = memo.get(id(value))
     if known is not None:
         return known
-    if kind is set and not value:
-        return set()
     if kind not in (dict, OrderedDict):
         return copy.deepcopy(value, memo)
     memo[id(value)] = copied = kind()

@@ -20,11 +20,10 @@ from patchedserve.serving.models.loading import fingerprint_of
 
 from .psctl_process import PsctlProcess, start_psctl
 from .tiny_models import save_tiny, tiny_sdxl
+from .tools import SHARED_FOLDER
 
 SIZES = ("32x32", "64x32")
 READY = re.compile(r"Serving at (http://\S+)/v1")
-SHARED_FOLDER = "TESTS_SHARED_FOLDER"
-"""Environment variable: a folder that all workers of one run of the tests share."""
 
 
 def small_model(folder: Path) -> Path:
@@ -123,7 +122,7 @@ def _shared_tables(model: str) -> Path | None:
 
 
 def _copy_new(source: Path, target: Path) -> None:
-    """Copy each table that the target lacks, or of which it has fewer rows, at once."""
+    """Copy each table that the target lacks, or of which it has a smaller one, by renaming a whole copy."""
     target.mkdir(parents=True, exist_ok=True)
     for file in [*source.glob("[!.]*.json"), *source.glob("[!.]*.parquet")]:
         known = target / file.name

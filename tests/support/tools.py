@@ -7,6 +7,8 @@ import pytest
 
 NEED_TOOLS = "TESTS_NEED_TOOLS"
 """Not one of psctl's own variables, which tests do not see."""
+SHARED_FOLDER = "TESTS_SHARED_FOLDER"
+"""Environment variable with the folder that all workers of one run of the tests share."""
 _PACKAGES = {
     "chromium": "chromium",
     "chromedriver": "chromium-driver",

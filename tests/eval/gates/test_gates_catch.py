@@ -189,7 +189,7 @@ def test_correct_engine_passes(capsys: Capture, drawn: Drawn) -> None:
     assert judged(capsys, drawn.results) == (0, expected(""))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.product(most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawn", "fault"),

@@ -103,7 +103,10 @@ def test_pass_times_are_fitted_by_a_line_in_computed_work() -> None:
         assert [unit.return_s for unit in units] == [return_s] * 2
         assert [unit.all_s for unit in units] == pytest.approx([0.09, 0.12])
         assert [unit.load_s for unit in units] == pytest.approx([0.256, 0.768])
-    plans = {name: LoadPlanner(measured, name, 3.0, returns=True).plan(rows, cells).latency_s for name in LOAD_PLANS}
+    planners = {name: LoadPlanner(measured, name, 3.0, returns=True) for name in LOAD_PLANS}
+    plans = {name: planner.plan(rows, cells).latency_s for name, planner in planners.items()}
+    fewer = {name: planner.plan(rows[:2], cells // 2).latency_s for name, planner in planners.items()}
+    assert all(0 < fewer[name] < plans[name] for name in LOAD_PLANS)
     assert plans["none"] == pytest.approx(0.21)
     assert plans["optimal"] == min(plans.values())
     assert plans["optimal"] < plans["none"]

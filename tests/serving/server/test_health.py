@@ -246,8 +246,8 @@ RUNS = "import sys; from patchedserve.psctl.app import main; sys.exit(main(sys.a
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_server_ends_after_a_long_stall(folder: str, tmp_path: Path) -> None:
-    options = ("--model", folder, "--workspace", str(tmp_path), "--dtype", "float32", "--system", "patched-fcfs")
-    options = (*options, "--slo", "600")  # measures nothing
+    options = ["--model", folder, "--workspace", str(tmp_path), "--dtype", "float32", "--system", "patched-fcfs"]
+    options += ["--slo", "600"]  # nothing is measured
     server = subprocess.Popen(
         [sys.executable, "-c", HANGS_ON_ONE_PROMPT, "serve", "--http", "--port", "0", *options],
         stderr=subprocess.PIPE,
