@@ -1,8 +1,9 @@
-"""Edits: the image to start from, and the mask of what may change in it (InstGenIE section 2.1).
+"""Edits: the image to start from, and the mask of what may change in it (InstGenIE section 2.1); and references.
 
 No torch.
 """
 
+import hashlib
 import io
 import math
 from dataclasses import dataclass
@@ -25,6 +26,35 @@ MAX_DILATE = 64
 WHOLE_STRENGTH = 0.6
 """Strength of an edit without a mask, unless it is given."""
 _WHITE = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """An image that the model sees beside the prompt; nothing of it is copied to the result.
+
+    Attributes:
+        image: (height, width, 3) uint8, at the size at which the model sees it.
+
+    Raises:
+        UsageError: the image has another shape or dtype.
+    """
+
+    image: NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        _require_rgb("a reference", self.image)
+
+    @property
+    def resolution(self) -> Resolution:
+        """Size in pixels."""
+        return Resolution(self.image.shape[1], self.image.shape[0])
+
+    @property
+    def digest(self) -> str:
+        """Digest of its pixels and its size."""
+        found = hashlib.sha256(str(self.resolution).encode())
+        found.update(np.ascontiguousarray(self.image))
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +114,7 @@ class EditSpec:
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        if self.image.ndim != 3 or self.image.shape[2] != 3 or self.image.dtype != np.uint8:
-            raise UsageError(
-                f"the image to edit is {_described(self.image)}, but it must be (height, width, 3) of uint8"
-            )
+        _require_rgb("the image to edit", self.image)
         if self.mask.ndim != 2 or self.mask.dtype != np.bool_:
             raise UsageError(f"the mask is {_described(self.mask)}, but must be (height, width) of bool")
         if self.mask.shape != self.image.shape[:2]:
@@ -209,6 +236,11 @@ def active_cells(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> NDArray
     side = 2 * dilate + 1
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(touched, dilate), (side, side))
     return np.asarray(windows.any(axis=(2, 3)))
+
+
+def _require_rgb(name: str, image: NDArray[Any]) -> None:
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+        raise UsageError(f"{name} is {_described(image)}, but it must be (height, width, 3) of uint8")
 
 
 def _check(content: bytes, name: str) -> None:

@@ -10,7 +10,7 @@ from .errors import UsageError
 from .resolution import Resolution
 
 if TYPE_CHECKING:
-    from .edits import EditSpec
+    from .edits import EditSpec, Reference
 
 Fallback = Literal["light", "never"]
 """Whether a cascade may answer with its light model's image, or only with the heavy one's."""
@@ -72,6 +72,7 @@ class Request:
         arrival_s: arrival time, in seconds from the start of the trace.
         slo_s: maximum time from arrival to image, in seconds; None without an SLO.
         edit: the image to start from, and the mask of what may change; None for a new image.
+        references: images that the model sees beside the prompt of a new image, in their order.
         fallback: whether a cascade may answer with its light model's image, or never.
         traced: the edit as a trace names it; `edit` holds its pixels once they are read.
         adapters: adapters that change the model for this image (`data.adapters`); empty for the unchanged model.
@@ -106,6 +107,7 @@ class Request:
     owner: str = ""
     priority: int = 0
     weight: float = 1.0
+    references: "tuple[Reference, ...]" = ()
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -137,6 +139,8 @@ class Request:
         _require_number("weight", self.weight)
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
             raise UsageError(f"weight is {self.weight:g}, but it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+        if self.references and (self.edit or self.traced):
+            raise UsageError("references are of new images: an edit of a masked or noised image takes none")
         if self.edit is not None and self.edit.resolution != self.resolution:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"
@@ -149,6 +153,11 @@ class Request:
         """
         steps, edit = self.num_inference_steps, self.edit or self.traced
         return steps if edit is None else steps_taken(steps, edit.strength)
+
+    @property
+    def pixels_seen(self) -> int:
+        """Number of pixels that a step computes: those of the image and of its references."""
+        return self.resolution.pixels + sum(reference.resolution.pixels for reference in self.references)
 
     @property
     def deadline_s(self) -> float | None:

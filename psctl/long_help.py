@@ -16,7 +16,7 @@ FIRST_OPTIONS = {
         "--http --model --device --port --api-key-file --resolutions --max-batch-size --cache --trace --request-rate"
     ),
     "generate": f"--prompts --resolution {_DRAWING} --output {_MODEL}",
-    "edit": f"--mask --strength --reuse {_DRAWING} --output {_MODEL}",
+    "edit": f"--mask --strength --reference --reuse {_DRAWING} --output {_MODEL}",
     "batch run": f"--output-dir --resolutions --max-batch-size --num-replicas --cache {_MODEL}",
     "simulate": (
         "--latency --trace --request-rate --num-prompts --duration --resolutions --gpus --slo-scale --slo-target --seed"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,6 +10,7 @@ from ...data.adapters import read_adapters
 from ...data.checks import require_prompt
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ...data.resolution import parse
 from ...serving.conflicts import refuse_conflicts
 from ...serving.options import TemplateOptions, TemplateTiers
 from ..flags import flag
@@ -64,6 +65,22 @@ def edit(
         bool,
         flag("--paste/--no-paste", "Copy pixels outside the mask from the image instead of decoding their latents."),
     ] = True,
+    reference: Annotated[
+        list[Path] | None,
+        flag(
+            "--reference",
+            "Further image that the model sees beside IMAGE, for models that take several; may be repeated.",
+            metavar="IMAGE",
+        ),
+    ] = None,
+    resolution: Annotated[
+        str | None,
+        flag(
+            "--resolution -r",
+            "Size of an image that is drawn from references, in pixels. Default: that of IMAGE.",
+            metavar="SIDE|WIDTHxHEIGHT",
+        ),
+    ] = None,
     reuse: Annotated[
         bool, flag("--reuse", "Compute only the masked part, and read the rest from a record of the image.")
     ] = False,
@@ -102,18 +119,22 @@ def edit(
     target: Target,
     out: Output,
 ) -> None:
-    """Redraw an image, or the masked part of it.
+    """Redraw an image, or the masked part of it, or draw a new one that follows it.
 
     The image is edited at its own size. The result equals that of diffusers' inpainting with the same seed, and pixels
     outside the mask are unchanged; without a mask, it equals that of diffusers' image-to-image. With --reuse only the
     masked part is computed, which is faster and slightly different; the image is recorded first, once for all its
     edits.
 
+    FLUX.1 Kontext and FLUX.2 take references: without --mask and --strength, they draw a new image by the instruction
+    in PROMPT, and see IMAGE and every --reference.
+
     Examples:
 
         psctl edit room.png "a green armchair" --mask chair.png -o armchair.png
         psctl edit room.png "a cat" --mask floor.png --strength 0.8 --feather 6 -n 4 -o cats
         psctl edit sketch.png "a lighthouse in a storm" --strength 0.7
+        psctl edit room.png "put the cat on the sofa" --reference cat.png --model black-forest-labs/FLUX.2-dev
         psctl edit room.png "a cat" --mask floor.png --reuse -n 8 -o cats
         psctl edit room.png "a cat" --mask floor.png --reuse --edit-full-steps 3 --edit-dilate 1
         psctl edit drawn.png "a cat" --mask floor.png --reuse --template-kind trajectory
@@ -139,6 +160,9 @@ def edit(
         raise UsageError("--edit-link-mbps and --plan are of reading records: add --reuse")
     elif tiers != TemplateTiers():
         raise UsageError(f"{', '.join(sorted(TIERS.names()))} are of records: add --reuse")
+    others = reference or []
+    if others:
+        refuse_conflicts(engine.features | {"--reference": "--reference"})
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
@@ -151,38 +175,55 @@ def edit(
     needing = [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]
     if may_change is None and needing:
         raise UsageError(f"a mask is missing for {' and '.join(needing)}: give --mask")
-    spec = EditSpec.with_defaults(
-        pixels,
-        may_change,
-        strength,
-        paste=paste,
-        feather_px=feather,
-        template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
-        full_steps=edit_full_steps,
-        dilate=edit_dilate,
-    )
+    rule, spec, references = geometry.references, None, ()
+    if rule is not None and may_change is None and strength is None:
+        refuse_conflicts(engine.features | {"--reference": "an image that is drawn from references"})
+        seen = [pixels, *(read_image(read_content(path), str(path)) for path in others)]
+        references = tuple(rule.fitted(each, geometry.size_multiple) for each in seen)
+        size = references[0].resolution if resolution is None else parse(resolution)
+    else:
+        for name, is_given in (("--reference", others), ("--resolution", resolution)):
+            if is_given:
+                reason = f"{target.model} takes no references" if rule is None else "give no --mask and no --strength"
+                raise UsageError(f"{name} is for images that are drawn from references: {reason}")
+        spec = EditSpec.with_defaults(
+            pixels,
+            may_change,
+            strength,
+            paste=paste,
+            feather_px=feather,
+            template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
+            full_steps=edit_full_steps,
+            dilate=edit_dilate,
+        )
+        size = spec.resolution
     first = Request(
         0,
         prompt,
-        spec.resolution,
+        size,
         defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
         defaults.guidance_scale if guidance_scale is None else guidance_scale,
         seed,
         negative_prompt,
         edit=spec,
         adapters=adapters,
+        references=references,
     )
-    geometry.check_size(spec.resolution, target.model)
+    geometry.check_size(size, target.model)
     geometry.check_edit(first)
+    geometry.check_references(first, target.model)
     if template_kind == "trajectory":
         from ...serving.editing.templates import TemplateStore
 
         place = target.root.for_model(target.model, str(resolve_device(target.device)))
         TemplateStore(place.templates).require_generation(first, keep)
     paths = image_paths(output, num_images, overwrite=overwrite)
-    share = geometry.active_share(spec)
-    if spec.mask.all() and mask is not None:
-        out.note("The mask covers the whole image: nothing of it is kept.")
+    if spec is None:
+        facts: dict[str, Any] = {"references": [str(each.resolution) for each in references]}
+    else:
+        facts = {"mask_ratio": spec.mask_ratio, "active_share": geometry.active_share(spec)}
+        if spec.mask.all() and mask is not None:
+            out.note("The mask covers the whole image: nothing of it is kept.")
     draw(
         [replace(first, request_id=index, seed=seed + index) for index in range(num_images)],
         paths,
@@ -191,5 +232,5 @@ def edit(
         out,
         max_batch_size=max_batch_size,
         templates=templates,
-        facts={"mask_ratio": spec.mask_ratio, "active_share": share},
+        facts=facts,
     )

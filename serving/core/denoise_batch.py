@@ -163,19 +163,26 @@ class _Guidance:
     ) -> None:
         starts, row_starts = packing.starts, row_packing.starts
         sources, unconditional, conditional, rows = [], [], [], []
+        references, num_known = [], packing.num_patches
         for index, prepared in enumerate(batch):
             own = torch.arange(starts[index], starts[index + 1])
-            shift = row_starts[len(rows)] - starts[index]
+            first, length = row_starts[len(rows)], row_starts[len(rows) + 1] - row_starts[len(rows)]
+            drawn = torch.arange(first, first + len(own))
+            unconditional.append(drawn)
+            conditional.append(drawn + (prepared.num_rows - 1) * length)
+            if length > len(own):
+                references.append(row_packing.pack([each[0].float() for each in prepared.references]))
+                own = torch.cat([own, torch.arange(num_known, num_known + len(references[-1]))])
+                num_known += len(references[-1])
             sources += [own] * prepared.num_rows
-            unconditional.append(own + shift)
-            conditional.append(own + shift + (prepared.num_rows - 1) * len(own))
             rows += [index] * prepared.num_rows
         # Dummies have the timestep of the first request, and padding is a copy of the first patch.
         num_rows, num_padding = len(rows), row_packing.num_patches - row_starts[-1]
         rows += [0] * (row_packing.num_rows - num_rows)
         sources.append(torch.zeros(num_padding, dtype=torch.long))
         tables, self._sources = [torch.tensor(rows)], None
-        if num_rows > len(batch) or num_padding:
+        self._references = torch.cat(references) if references else None
+        if num_rows > len(batch) or num_padding or references:
             tables += map(torch.cat, (sources, unconditional, conditional))
         scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch])
         self.row_request, scale, *places = all_to_device([tables[0], scales, *tables[1:]], device)
@@ -185,7 +192,9 @@ class _Guidance:
         self._packing, self._norms = packing, [each.guided_norm if each.is_guided else None for each in batch]
 
     def repeat(self, patches: Tensor) -> Tensor:
-        """Patches of requests -> patches of rows."""
+        """Patches of requests -> patches of rows, with those of their references behind their own."""
+        if self._references is not None:
+            patches = torch.cat([patches, self._references])
         return patches if self._sources is None else patches.index_select(0, self._sources)
 
     def combine(self, prediction: Tensor) -> Tensor:

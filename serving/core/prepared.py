@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ...data.requests import Request
+from ..layout.patch_layout import References
 from ..samplers.single import SamplerState
 
 
@@ -74,6 +75,7 @@ class PreparedRequest:
         guided_norm, neutral_scale: as in `Family`.
         text_tokens: number of text tokens that count, see `patched.text.count_tokens`; None until it is known.
         steps_reused: number of its steps that have reused anything, from the cache or from the record of a template.
+        references: latents (1, channels, height, width) of each reference.
     """
 
     request: Request
@@ -90,11 +92,17 @@ class PreparedRequest:
     neutral_scale: float = 1.0
     text_tokens: int | None = None
     steps_reused: int = 0
+    references: tuple[torch.Tensor, ...] = ()
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) of the latents."""
         return self.latents.shape[2], self.latents.shape[3]
+
+    @property
+    def shape(self) -> tuple[tuple[int, int], References]:
+        """Size of its latents, and of those of its references."""
+        return self.size, tuple((each.shape[2], each.shape[3]) for each in self.references)
 
     @property
     def is_masked(self) -> bool:
@@ -110,7 +118,7 @@ class PreparedRequest:
 
 def work_of(requests: Sequence[PreparedRequest]) -> int:
     """Return the pixels of all rows of requests, by which the memory of their pass grows."""
-    return sum(each.request.resolution.pixels * each.num_rows for each in requests)
+    return sum(each.request.pixels_seen * each.num_rows for each in requests)
 
 
 def describe(stage: str, error: Exception) -> str:

@@ -32,7 +32,8 @@ class RequestView(NamedTuple):
         num_steps: total number of denoising steps that are computed for it.
         steps_done: number of these steps that are done; 0 while it waits.
         standalone_s: its latency when served alone; None when not measured.
-        active_share: share of its image that steps compute; below 1 for an edit that reads the rest from a record.
+        active_share: pixels that a step computes as a share of those of its image: below 1 for an edit that reads the
+            rest from a record, above 1 for a request with references.
         record: key of that record, which has to be loaded first; None if it reads none.
     """
 
@@ -70,7 +71,7 @@ class RequestView(NamedTuple):
             num_computed or request.num_steps,
             0,
             standalone_s,
-            active_share,
+            active_share * request.pixels_seen / request.resolution.pixels,
             RecordKey.of(request) if active_share < 1 else None,
         )
 

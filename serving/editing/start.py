@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...data.edits import EditSpec, latent_mask
@@ -50,7 +51,7 @@ def begin_edit(
     """
     mask = latent_mask(edit.mask, factor)
     may_change = torch.from_numpy(np.ascontiguousarray(mask))[None, None].to(device)
-    pixels = torch.from_numpy(edit.image.astype(np.float32)).permute(2, 0, 1)[None].to(device) / 127.5 - 1.0
+    pixels = pixels_of(edit.image, device)
     own = generator if edit.template is None else torch.Generator("cpu").manual_seed(edit.template.seed)
     clean = encode(pixels, own)
     noise = randn_tensor(clean.shape, generator=own, device=device, dtype=dtype).float()
@@ -71,6 +72,11 @@ def begin_edit(
     else:
         latents = first * state.scheduler.init_noise_sigma if scales_noise else first
     return latents, KnownArea(may_change, clean, noise, levels)
+
+
+def pixels_of(image: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """(height, width, 3) uint8 -> (1, 3, height, width) from -1 to 1, as `Family.encode` takes them."""
+    return torch.from_numpy(image.astype(np.float32)).permute(2, 0, 1)[None].to(device) / 127.5 - 1.0
 
 
 def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.work import Work
+from ...data.work import Work, is_part
 from ...training.latency.least_squares import relative_line
 from ..scheduling.policies.base import StepLatencyPredictor
 
@@ -75,8 +75,8 @@ class EditStepLatency:
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """Predict the latency of a step, as a `StepLatencyPredictor`. Raises what `whole` raises."""
-        parts = [each for each in active if isinstance(each, Work)]
-        images = [each for each in active if not isinstance(each, Work)]
+        parts = [each for each in active if isinstance(each, Work) and is_part(each)]
+        images = [each for each in active if not is_part(each)]
         if not parts:
             return self.whole.step_latency_s(images)
         return on_line(self.coefficients, terms_of(parts)) + (self.whole.step_latency_s(images) if images else 0.0)

@@ -4,13 +4,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline
 from torch import Tensor
 
 from ...data.requests import Request
 from . import Family
 from .geometry import Geometry
-from .pipelines import even_sigmas_unless_own, shift_by_size, text_length, transformer_family
+from .pipelines import even_sigmas_unless_own, shift_by_size, text_length, transformer_family, with_references
 from .transformer import Blocks, Transformer
 
 
@@ -20,24 +20,39 @@ def image_ids(height: int, width: int, like: Tensor) -> Tensor:
     return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
 
 
+def reference_ids(number: int, height: int, width: int, like: Tensor) -> Tensor:
+    """Return the position ids of a reference's tokens, as in `FluxKontextPipeline`: 1, row, column."""
+    assert number == 0, "the pipeline takes one reference"
+    ids = image_ids(height, width, like)
+    ids[:, 0] = 1
+    return ids
+
+
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """Call the model on packed latents, 2 x 2 of which are one token, as a `transformer.Call`."""
     height, width = latents.shape[2:]
     text = conditions["encoder_hidden_states"]
+    tokens, ids, others = with_references(TRANSFORMER, _tokens_of, latents, conditions, side=2)
     predicted = model(
-        FluxPipeline._pack_latents(latents, *latents.shape),
+        tokens,
         timestep=timesteps.to(latents.dtype) / 1000,
-        img_ids=image_ids(height // 2, width // 2, latents),
+        img_ids=ids,
         txt_ids=text.new_zeros(text.shape[1], 3),
         return_dict=False,
-        **conditions,
+        **others,
     )[0]
-    return FluxPipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)
+    drawn = predicted[:, : height * width // 4]
+    return FluxPipeline._unpack_latents(drawn, height, width, vae_scale_factor=1)
+
+
+def _tokens_of(latents: Tensor) -> Tensor:
+    """[rows, channels, height, width] -> [rows, tokens, 4 * channels]."""
+    return FluxPipeline._pack_latents(latents, *latents.shape)
 
 
 def embed(model: Any, latents: Tensor) -> Tensor:
     """Embed latents as tokens, as `Transformer.embed`."""
-    return model.x_embedder(FluxPipeline._pack_latents(latents, *latents.shape))
+    return model.x_embedder(_tokens_of(latents))
 
 
 TRANSFORMER = Transformer(
@@ -46,6 +61,7 @@ TRANSFORMER = Transformer(
     single=Blocks(name="single_transformer_blocks", kind="FluxSingleTransformerBlock", modulation="norm.linear"),
     embed=embed,
     image_ids=image_ids,
+    reference_ids=reference_ids,
     attention={"FluxAttention": "FluxAttnProcessor"},
     known_classes=frozenset({
         *("FluxTransformer2DModel", "FluxTransformerBlock", "FluxSingleTransformerBlock"),
@@ -56,7 +72,7 @@ _MAX_SEQUENCE_LENGTH = 512
 """The default of `FluxPipeline.__call__`, and its limit."""
 
 
-def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Family:
+def family(pipe: FluxPipeline | FluxKontextPipeline, *, max_sequence_length: int | None = None) -> Family:
     """Return the family of this pipeline; `max_sequence_length` is that of the T5 text encoder.
 
     Raises UsageError if the length exceeds the pipeline's limit.
@@ -69,6 +85,7 @@ def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Fam
         schedule_kwargs=partial(_schedule_kwargs, pipe),
         condition=partial(_condition, pipe, length),
         conditions=_conditions,
+        encodes_modes=isinstance(pipe, FluxKontextPipeline),
     )
 
 

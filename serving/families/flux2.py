@@ -21,7 +21,7 @@ from ...data.requests import Request
 from . import Decode, Family
 from .encoder import ImageEncoder
 from .geometry import Geometry
-from .pipelines import even_sigmas_unless_own, text_length, transformer_family
+from .pipelines import even_sigmas_unless_own, text_length, transformer_family, with_references
 from .transformer import Blocks, Transformer
 
 
@@ -29,6 +29,13 @@ def image_ids(height: int, width: int, like: Tensor) -> Tensor:
     """Return the position ids of an image's tokens, (height * width, 4): 0, row, column, 0."""
     rows, columns = (torch.arange(count, device=like.device) for count in (height, width))
     return torch.cartesian_prod(rows[:1], rows, columns, columns[:1])
+
+
+def reference_ids(number: int, height: int, width: int, like: Tensor) -> Tensor:
+    """Return the position ids of a reference's tokens: 10, 20 and so on, row, column, 0."""
+    ids = image_ids(height, width, like)
+    ids[:, 0] = 10 + 10 * number
+    return ids
 
 
 def text_ids(length: int, like: Tensor) -> Tensor:
@@ -40,15 +47,16 @@ def text_ids(length: int, like: Tensor) -> Tensor:
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """Call the model on latents as tokens, as a `transformer.Call`."""
     height, width = latents.shape[2:]
+    tokens, ids, others = with_references(TRANSFORMER, _tokens_of, latents, conditions, side=1)
     predicted = model(
-        _tokens_of(latents),
+        tokens,
         timestep=timesteps.to(latents.dtype) / 1000,
-        img_ids=image_ids(height, width, latents),
+        img_ids=ids,
         txt_ids=text_ids(conditions["encoder_hidden_states"].shape[1], latents),
         return_dict=False,
-        **conditions,
+        **others,
     )[0]
-    return predicted.transpose(1, 2).unflatten(2, (height, width))
+    return predicted[:, : height * width].transpose(1, 2).unflatten(2, (height, width))
 
 
 def _tokens_of(latents: Tensor) -> Tensor:
@@ -62,6 +70,7 @@ TRANSFORMER = Transformer(
     single=Blocks(name="single_transformer_blocks", kind="Flux2SingleTransformerBlock", modulation=None),
     embed=lambda model, latents: model.x_embedder(_tokens_of(latents)),
     image_ids=image_ids,
+    reference_ids=reference_ids,
     text_ids=text_ids,
     leaves={
         "context_embedder": "text",

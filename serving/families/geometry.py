@@ -7,6 +7,7 @@ from ...data.edits import EditSpec, active_share, latent_mask
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from .references import ReferenceRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class Geometry:
         cell: latents on a side of the smallest square that keeps its shape on all levels of the model. A cell is
             computed or left out as a whole when only a part of an image is computed.
         rounds_steps_up: whether the number of steps of an edit is rounded up; down otherwise.
+        references: which references the model takes; None if it takes none.
     """
 
     latent_factor: int
     size_multiple: int
     cell: int
     rounds_steps_up: bool
+    references: ReferenceRule | None = None
 
     @classmethod
     def of_unet(cls, latent_factor: int, num_levels: int) -> "Geometry":
@@ -32,9 +35,10 @@ class Geometry:
         return cls(latent_factor, math.lcm(8, latent_factor), 1 << (num_levels - 1), rounds_steps_up=False)
 
     @classmethod
-    def of_transformer(cls, latent_factor: int, token_side: int) -> "Geometry":
+    def of_transformer(cls, latent_factor: int, token_side: int, references: ReferenceRule | None = None) -> "Geometry":
         """Geometry of a transformer in which each token represents a square of latents."""
-        return cls(latent_factor, latent_factor * token_side, token_side, rounds_steps_up=True)
+        multiple = latent_factor * token_side
+        return cls(latent_factor, multiple, token_side, rounds_steps_up=True, references=references)
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Return height and width of the latents of an image."""
@@ -59,6 +63,18 @@ class Geometry:
                 f"resolution {resolution.width}x{resolution.height}: "
                 f"width and height must be multiples of {multiple} pixels for {name}"
             )
+
+    def check_references(self, request: Request, name: str) -> None:
+        """Raise UsageError if the model of this name does not take the references of a request."""
+        if not request.references:
+            return
+        if self.references is None:
+            raise UsageError(f"{name} takes no references: it draws from text, or edits the image that it is given")
+        if len(request.references) > self.references.most:
+            most = "one reference" if self.references.most == 1 else f"{self.references.most} references"
+            raise UsageError(f"{len(request.references)} references are given, but {name} takes {most} at most")
+        for reference in request.references:
+            self.check_size(reference.resolution, name)
 
     def check_cells(self, resolution: Resolution, name: str, *, several: bool = False) -> None:
         """Raise UsageError if an image of this size does not consist of whole cells, or of several if `several` is set.

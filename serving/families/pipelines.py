@@ -31,6 +31,7 @@ def transformer_family(
     is_distilled: bool = False,
     is_flow: bool = True,
     guided_norm: Callable[[Tensor], Tensor] | None = None,
+    encodes_modes: bool = False,
 ) -> Family:
     """Return the family of a pipeline with a transformer and an `AutoencoderKL`.
 
@@ -40,9 +41,14 @@ def transformer_family(
         schedule_kwargs: as in `Family`, with the geometry as a further argument.
         max_tokens: most tokens on a side of an image; None for any number.
         is_flow: whether its scheduler does flow matching, and so takes neither scaled noise nor step arguments.
+        encodes_modes: whether images are encoded as the mode of the autoencoder's posterior, and not sampled from it.
     """
     entry = FAMILIES[type(pipe).__name__]
-    geometry = Geometry.of_transformer(pipe.vae_scale_factor * entry.folds, token_side(entry, pipe.transformer.config))
+    geometry = Geometry.of_transformer(
+        pipe.vae_scale_factor * entry.folds,
+        token_side(entry, pipe.transformer.config),
+        entry.references,
+    )
     return Family(
         geometry=geometry,
         latent_channels=latent_channels,
@@ -55,8 +61,38 @@ def transformer_family(
         condition=condition,
         conditions=conditions,
         decode=partial(decode_shifted, pipe),
-        encode=partial(encode_shifted, pipe.vae.config, ImageEncoder(pipe.vae)),
+        encode=partial(encode_shifted, pipe.vae.config, ImageEncoder(pipe.vae, draws=not encodes_modes)),
     )
+
+
+def with_references(
+    transformer: Transformer,
+    tokens_of: Callable[[Tensor], Tensor],
+    latents: Tensor,
+    conditions: dict[str, Any],
+    *,
+    side: int,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return tokens and position ids of images, followed by those of their references, and the other conditions.
+
+    Args:
+        transformer: description of the model, with `image_ids` and `reference_ids`.
+        tokens_of: maps latents [rows, channels, height, width] to tokens [rows, tokens, width].
+        latents, conditions: arguments of a `transformer.Call`.
+        side: side in latents of a token.
+    """
+    others = dict(conditions)
+    references = others.pop("references", ())
+    assert transformer.image_ids is not None
+    tokens, ids = tokens_of(latents), transformer.image_ids(*(each // side for each in latents.shape[2:]), latents)
+    if not references:
+        return tokens, ids, others
+    assert transformer.reference_ids is not None, "this family takes no references"
+    of_references = [
+        transformer.reference_ids(number, *(length // side for length in each.shape[2:]), latents)
+        for number, each in enumerate(references)
+    ]
+    return torch.cat([tokens, *map(tokens_of, references)], 1), torch.cat([ids, *of_references]), others
 
 
 def shift_by_size(pipe: Any, max_shift: float, geometry: Geometry, request: Request) -> dict[str, float]:

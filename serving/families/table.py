@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .references import CROPPED, KONTEXT, ReferenceRule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -16,6 +18,7 @@ class Entry:
         packs: side of the square of latents that the pipeline packs into one input of its transformer.
         folds: side of the square of the autoencoder's latents that the pipeline folds into the channels of one.
         settings: maps the configuration of model and pipeline to default settings, used if `psctl.json` has none.
+        references: which references its pipeline takes; None if it takes none.
     """
 
     title: str
@@ -24,6 +27,7 @@ class Entry:
     packs: int = 1
     folds: int = 1
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    references: ReferenceRule | None = None
 
 
 def _klein_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,12 +55,21 @@ FAMILIES: Mapping[str, Entry] = {
         packs=2,
         settings=_flux_settings,
     ),
+    "FluxKontextPipeline": Entry(
+        title="FLUX.1 Kontext dev",
+        module="flux",
+        model="FluxTransformer2DModel",
+        packs=2,
+        settings=lambda _: {"num_inference_steps": 28, "guidance_scale": 3.5},
+        references=KONTEXT,
+    ),
     "Flux2Pipeline": Entry(
         title="FLUX.2 dev",
         module="flux2",
         model="Flux2Transformer2DModel",
         folds=2,
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
+        references=CROPPED,
     ),
     "Flux2KleinPipeline": Entry(
         title="FLUX.2 Klein",
@@ -64,6 +77,7 @@ FAMILIES: Mapping[str, Entry] = {
         model="Flux2Transformer2DModel",
         folds=2,
         settings=_klein_settings,
+        references=CROPPED,
     ),
     "AuraFlowPipeline": Entry(
         title="AuraFlow",

@@ -14,8 +14,9 @@ from torch import Tensor
 
 Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
 """(model, latents (rows, channels, height, width) in its dtype, timesteps (rows,) of the scheduler, conditions under
-the names of the family) -> the prediction, shaped like the latents. The patched model is called the same way, with
-patches in place of rows of latents; rows of timesteps and conditions are then those of the batch."""
+the names of the family) -> the prediction, shaped like the latents. The condition `references` holds the latents
+(rows, channels, height, width) of each reference. The patched model is called the same way, with patches in place of
+rows of latents, those of references among them; rows of timesteps and conditions are then those of the batch."""
 
 PAD = 2
 """Mask value of text tokens that become pads, in the layout "padded"."""
@@ -68,6 +69,9 @@ class Transformer:
         image_ids: returns the position ids, (tokens, axes), of an image of (height, width) tokens, with dtype and
             device of the last argument; the model's `pos_embed` turns them into rotary angles. Text stays at zero.
             None if `pos_embed` is a patch embedding that adds positions.
+        reference_ids: returns the same for a reference of a number, from 0: the number, its (height, width) in tokens,
+            and the last argument. References are images whose tokens follow those of the image that is drawn. None if
+            the model takes none.
         text_ids: returns the position ids of a text of `length` tokens, independent of its image, for a model with a
             leaf "text"; None if text stays at zero.
         joint_angles: returns the rotary angles of an image of (height, width) tokens, [height * width, half a head's
@@ -93,6 +97,7 @@ class Transformer:
     layout: Layout = "joint"
     embed: Callable[[Any, Tensor], Tensor] | None = None
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
+    reference_ids: Callable[[int, int, int, Tensor], Tensor] | None = None
     text_ids: Callable[[int, Tensor], Tensor] | None = None
     joint_angles: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[Any, int, int], Tensor] | None = None

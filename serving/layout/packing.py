@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from ...data.errors import UsageError
 from ...kernels.patch import patch_join, patch_split
 from .bucket import Bucket
-from .patch_layout import PatchLayout, patch_size_of
+from .patch_layout import PatchLayout, References, Size, every_size, patch_size_of, pixels_of
 
 Order = Literal["image", "patch"]
 BucketOf = Callable[[int, int, int], Bucket]
@@ -43,6 +43,7 @@ class Group:
         rows, first_row: number of rows, and the first of them.
         height, width: size of each image, in tokens.
         start, end: range of their tokens.
+        references: size of each reference of a row, whose tokens follow those of its image.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Group:
     width: int
     start: int
     end: int
+    references: References = ()
 
     @property
     def row_slice(self) -> slice:
@@ -149,6 +151,7 @@ class Packing:
         order: order of the tokens, `image` or `patch`.
         layout: patch layout of the rows, without dummies.
         sizes: (height, width) of the latents of each row, without dummies.
+        references: sizes of the references of each row; empty if no row has any.
         levels: levels of the model, from the latents down.
         kernels: one of `kernels.launch.KERNELS`, for cutting and joining patches.
         bucket: what the packing is padded to; None without padding.
@@ -159,7 +162,8 @@ class Packing:
 
     order: Order
     layout: PatchLayout
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[Size, ...]
+    references: tuple[References, ...]
     levels: tuple[Level, ...]
     kernels: str
     bucket: Bucket | None = None
@@ -170,7 +174,9 @@ class Packing:
     def __post_init__(self) -> None:
         self.num_dummies = self.num_rows - len(self.sizes)
         area = self.levels[0].side ** 2
-        self.starts = np.cumsum([0, *(height * width // area for height, width in self.sizes)]).tolist()
+        others = self.references or [()] * len(self.sizes)
+        rows = (pixels_of((size, *own)) // area for size, own in zip(self.sizes, others, strict=True))
+        self.starts = np.cumsum([0, *rows]).tolist()
 
     @property
     def num_rows(self) -> int:
@@ -216,19 +222,22 @@ class Packing:
         finest, size = self.levels[0], self.layout.patch_size
         device, unit = finest.row_index.device, finest.side // finest.grain
         sizes = tuple(self.sizes[row] for row in rows)
-        return _pack_rows(
-            sizes, self.order, size, len(self.levels), unit, device, self.kernels, is_padded, Bucket.of, self.largest
-        )
+        references = tuple(self.references[row] for row in rows) if self.references else ()
+        options = unit, device, self.kernels, is_padded, Bucket.of, self.largest
+        return _pack_rows(sizes, references, self.order, size, len(self.levels), *options)
 
     def pack(self, images: Sequence[Tensor]) -> Tensor:
-        """Cut one image [channels, height, width] per row into patches [P, channels, side, side]."""
+        """Cut images [channels, height, width], one per row or the references of one, into patches [P, channels, side,
+        side].
+        """
         return patch_split([image[None] for image in images], self.levels[0].side, kernels=self.kernels)
 
     def unpack(self, patches: Tensor, row: int) -> Tensor:
         """Return a copy of the image [channels, height, width] of a row."""
         side, (height, width) = self.levels[0].side, self.sizes[row]
-        own = patches[self.starts[row] : self.starts[row + 1]]
-        return patch_join(own, height // side, width // side, kernels=self.kernels)[0].contiguous()
+        rows, columns = height // side, width // side
+        own = patches[self.starts[row] :][: rows * columns]
+        return patch_join(own, rows, columns, kernels=self.kernels)[0].contiguous()
 
 
 class WholeImages:
@@ -249,7 +258,8 @@ class WholeImages:
 
 
 def pack_rows(
-    sizes: Sequence[tuple[int, int]],
+    sizes: Sequence[Size],
+    references: Sequence[References] = (),
     *,
     order: Order,
     patch_size: int | None,
@@ -265,6 +275,7 @@ def pack_rows(
 
     Args:
         sizes: (height, width) of each row's latents, sorted as `PatchLayout` sorts (fewest pixels, height, width).
+        references: sizes of the references of each row, in latents; empty if no row has any.
         order, num_levels, device, kernels: as in `Packing` and its levels.
         patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
         unit: side, in latent pixels, of the smallest unit that the model distinguishes (SD3: its patch size).
@@ -276,8 +287,10 @@ def pack_rows(
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
     """
-    wanted = patch_size_of(sizes) if patch_size is None else patch_size
-    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels, is_padded, bucket_of, largest)
+    own = tuple(references) if any(references) else ()
+    wanted = patch_size_of([*sizes, *every_size(own)]) if patch_size is None else patch_size
+    options = unit, device, kernels, is_padded, bucket_of, largest
+    return _pack_rows(tuple(sizes), own, order, wanted, num_levels, *options)
 
 
 def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
@@ -299,7 +312,8 @@ def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_leve
 
 @lru_cache(maxsize=_KEPT)
 def _pack_rows(
-    sizes: tuple[tuple[int, int], ...],
+    sizes: tuple[Size, ...],
+    references: tuple[References, ...],
     order: Order,
     patch_size: int,
     num_levels: int,
@@ -311,18 +325,18 @@ def _pack_rows(
     largest: int,
 ) -> Packing:
     if order == "patch":
-        check_patch_size(patch_size, sizes, num_levels, unit)
-    layout = PatchLayout.build(sizes, patch_size)
+        check_patch_size(patch_size, [*sizes, *every_size(references)], num_levels, unit)
+    layout = PatchLayout.build(sizes, patch_size, references)
     assert (layout.order == np.arange(len(sizes))).all(), "rows must come sorted by resolution"
     if order == "image":
         assert not is_padded
         levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
-        return Packing(order, layout, sizes, levels, kernels, largest=largest)
-    most = max(largest, *(height * width for height, width in sizes))
+        return Packing(order, layout, sizes, references, levels, kernels, largest=largest)
+    most = max(largest, int(np.diff(layout.request_offset).max()) * patch_size**2)
     bucket = bucket_of(layout.num_patches, len(sizes), -(-most // patch_size**2)) if is_padded else None
     tables = (*index_tensors(layout, device), None) if bucket is None else padded_tables(layout, device, bucket)
     levels = tuple(_patch_level(layout, bucket, tables, index, unit) for index in range(num_levels))
-    return Packing(order, layout, sizes, levels, kernels, bucket, largest)
+    return Packing(order, layout, sizes, references, levels, kernels, bucket, largest)
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
@@ -373,7 +387,7 @@ def _patch_level(
 ) -> Level:
     side, (row_index, neighbours, starts) = layout.patch_size >> index, tables
     shrink, grain = unit << index, side // unit
-    groups = _groups(layout, [(height // shrink, width // shrink) for height, width in layout.resolutions])
+    groups = _groups(layout, lambda side: side // shrink)
     num_rows, longest = groups[-1].row_slice.stop, 0
     if bucket is not None:
         num_rows, longest = bucket.num_rows, bucket.longest * grain**2
@@ -382,20 +396,19 @@ def _patch_level(
 
 def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:
     # A convolution of stride 2 rounds up.
-    groups = _groups(
-        layout, [(-(-height // (unit << index)), -(-width // (unit << index))) for height, width in layout.resolutions]
-    )
-    lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
+    groups = _groups(layout, lambda side: -(-side // (unit << index)))
+    lengths = [(group.end - group.start) // group.rows for group in groups for _ in range(group.rows)]
     row_index = to_device(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)), device)
     # Latents of a model whose smallest unit is larger than a pixel (SD3) are in patches of that side.
     return Level(index, unit if index == 0 else 1, 1, groups, len(lengths), len(row_index), row_index, None)
 
 
-def _groups(layout: PatchLayout, sizes: list[tuple[int, int]]) -> tuple[Group, ...]:
-    """Return the groups of a level, one for each resolution, whose images have these sizes in tokens."""
-    groups, start = [], 0
-    for (height, width), (first_row, end_row) in zip(sizes, pairwise(layout.resolution_offset.tolist()), strict=True):
-        end = start + (end_row - first_row) * height * width
-        groups.append(Group(end_row - first_row, first_row, height, width, start, end))
+def _groups(layout: PatchLayout, in_tokens: Callable[[int], int]) -> tuple[Group, ...]:
+    """Return the groups of a level, one for each resolution; `in_tokens` maps sides in latents to tokens."""
+    groups, start, ranges = [], 0, pairwise(layout.resolution_offset.tolist())
+    for size, references, (first_row, end_row) in zip(layout.resolutions, layout.references, ranges, strict=True):
+        (height, width), *others = ((in_tokens(high), in_tokens(wide)) for high, wide in (size, *references))
+        end = start + (end_row - first_row) * pixels_of([(height, width), *others])
+        groups.append(Group(end_row - first_row, first_row, height, width, start, end, tuple(others)))
         start = end
     return tuple(groups)

@@ -7,7 +7,7 @@ patch. No torch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Self
@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from ...data.errors import UsageError
 
 Integers = NDArray[np.int64]
+Size = tuple[int, int]
+"""Height and width."""
+References = tuple[Size, ...]
+"""Sizes of the references of a request, images that the model sees beside the one that it draws."""
 
 DIRECTIONS = ((-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1))
 """(rows down, columns right) of the eight neighbours, in the order of their column in `PatchLayout.neighbours`: NW, N,
@@ -41,58 +45,65 @@ class PatchLayout:
 
     n requests, m resolutions, P patches. Requests below are numbered in sorted order; `order` maps this to the given
     order. Tables with an entry per patch are computed on first use: image order never uses them, and sizes without a
-    common divisor have as many patches as positions.
+    common divisor have as many patches as positions. Patches of a request's references follow those of its image;
+    requests with other references count as another resolution.
 
     Attributes:
         patch_size: side of a patch in latent pixels.
         order: (n,) request indices as given to `build`, sorted by resolution (fewest pixels first, then height, then
             width); requests of one resolution keep their given order.
         resolutions: m latent sizes (height, width) in sorted order.
+        references: the references of each resolution.
         resolution_offset: (m + 1,) the first request of each resolution, then n.
         resolution_patch_offset: (m + 1,) the first patch of each resolution, then P.
         request_offset: (n + 1,) the first patch of each request, then P.
-        grid: (n, 2) rows and columns of patches of each request.
+        grid: (n, 2) rows and columns of patches of each request's image.
     """
 
     patch_size: int
     order: Integers
-    resolutions: tuple[tuple[int, int], ...]
+    resolutions: tuple[Size, ...]
+    references: tuple[References, ...]
     resolution_offset: Integers
     resolution_patch_offset: Integers
     request_offset: Integers
     grid: Integers
 
     @classmethod
-    def build(cls, latent_sizes: Sequence[tuple[int, int]], patch_size: int) -> Self:
+    def build(
+        cls, latent_sizes: Sequence[Size], patch_size: int, references: Sequence[References] | None = None
+    ) -> Self:
         """Lay out the patches of requests with these latent sizes.
 
         Args:
             latent_sizes: (height, width) of the latent of each active request.
             patch_size: side of a patch in latent pixels; it must divide every side, as `patch_size_of` does.
+            references: the references of each request, in latents; None if there are none.
 
         Raises:
             UsageError: there is no size, a side is not a positive whole number, or the patch size does not divide it.
         """
+        others = references or [()] * len(latent_sizes)
         given = _checked_sizes(latent_sizes)
-        _check_patch_size(patch_size, given)
+        _check_patch_size(patch_size, _checked_sizes([*latent_sizes, *every_size(others)]))
 
-        heights, widths = given.T
-        order = np.lexsort((widths, heights, heights * widths))
-        sizes = given[order]
-        is_first = np.ones(len(sizes), dtype=bool)
-        is_first[1:] = (sizes[1:] != sizes[:-1]).any(axis=1)
-        firsts = np.flatnonzero(is_first)
-        resolution_offset = np.append(firsts, len(sizes))
+        shapes = list(zip(map(tuple, given.tolist()), others, strict=True))
+        order = np.array(sorted(range(len(shapes)), key=lambda index: by_size(*shapes[index])), dtype=np.int64)
+        shapes = [shapes[index] for index in order]
+        firsts = [index for index, shape in enumerate(shapes) if index == 0 or shape != shapes[index - 1]]
+        resolution_offset = np.array([*firsts, len(shapes)], dtype=np.int64)
 
-        grid = sizes // patch_size
+        grid = given[order] // patch_size
         num_patches = grid[:, 0] * grid[:, 1]
-        request_offset = np.zeros(len(sizes) + 1, dtype=np.int64)
+        num_patches += np.array([pixels_of(own) // patch_size**2 for _, own in shapes], dtype=np.int64)
+        request_offset = np.zeros(len(shapes) + 1, dtype=np.int64)
         np.cumsum(num_patches, out=request_offset[1:])
 
         layout = cls(
             patch_size=patch_size,
             order=order,
-            resolutions=tuple((height, width) for height, width in sizes[firsts].tolist()),
+            resolutions=tuple(shapes[first][0] for first in firsts),
+            references=tuple(shapes[first][1] for first in firsts),
             resolution_offset=resolution_offset,
             resolution_patch_offset=request_offset[resolution_offset],
             request_offset=request_offset,
@@ -124,19 +135,22 @@ class PatchLayout:
 
     @cached_property
     def neighbours(self) -> Integers:
-        """(P, 8) the patches around each patch in the order of `DIRECTIONS`; -1 beyond the edge of the image."""
+        """(P, 8) the patches around each patch in the order of `DIRECTIONS`; -1 beyond the edge of the image. Patches
+        of references have none.
+        """
         rows, cols = self.grid[self.request_index].T
         # Eight candidates for each patch; a step down is one row of patches, a step right is one patch.
         neighbour_row = self.row[:, None] + _DOWN
         neighbour_col = self.col[:, None] + _RIGHT
         is_inside = (neighbour_row >= 0) & (neighbour_row < rows[:, None])
         is_inside &= (neighbour_col >= 0) & (neighbour_col < cols[:, None])
+        is_inside &= (self.row < rows)[:, None]
         steps = _DOWN * cols[:, None] + _RIGHT
         return _read_only(np.where(is_inside, np.arange(self.num_patches)[:, None] + steps, -1))
 
     @property
     def _place(self) -> Integers:
-        """(P,) number of each patch in its image."""
+        """(P,) number of each patch in its request."""
         return np.arange(self.num_patches) - self.request_offset[self.request_index]
 
     @property
@@ -145,9 +159,19 @@ class PatchLayout:
         return self.grid[self.request_index, 1]
 
 
-def by_size(size: tuple[int, int]) -> tuple[int, int, int]:
-    """Sort key of latent sizes (height, width): fewest pixels first, then height, then width."""
-    return (size[0] * size[1], *size)
+def by_size(size: Size, references: References = ()) -> tuple[int, ...]:
+    """Sort key of latent sizes (height, width): fewest pixels first, then height, then width, then references."""
+    return (size[0] * size[1], *size, *(side for each in references for side in each))
+
+
+def every_size(references: Iterable[References]) -> list[Size]:
+    """Return the sizes of all references of some requests."""
+    return [size for own in references for size in own]
+
+
+def pixels_of(sizes: Iterable[Size]) -> int:
+    """Return the number of latent pixels of these sizes."""
+    return sum(height * width for height, width in sizes)
 
 
 def _read_only(array: Integers) -> Integers:

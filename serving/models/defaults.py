@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ..families.geometry import Geometry
+    from ..families.table import Entry
 
 DEFAULTS_FILE = "psctl.json"
 _PAPER_SIZES = (Resolution(512, 512), Resolution(768, 768), Resolution(1024, 1024))
@@ -87,7 +88,6 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
         RunError: if a configuration file of the model is damaged.
     """
     from ...data import parsing
-    from ..families.table import FAMILIES, entry_of
 
     path = model_dir / DEFAULTS_FILE
     content = records.read_json(path, "settings of the model") if path.exists() else {}
@@ -95,9 +95,7 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     side = _training_side(model_dir)
     # Multiples of 16 fit every supported model; equal sizes of a tiny model count once.
     usual = dict.fromkeys(max(16, round(side * share / 16) * 16) for share in (0.5, 0.75)) | {side: None}
-    index, config = read_config(model_dir, "", "model_index.json"), read_config(model_dir, "transformer")
-    # Pipelines may share a transformer.
-    entry = FAMILIES.get(str(index.get("_class_name"))) or entry_of(config.get("_class_name"))
+    index, config, entry = _entry_of(model_dir)
     named = ({} if entry is None else entry.settings(index | config)) | given.model_dump(exclude_none=True)
     sizes = tuple(parse(str(size)) for size in named.pop("resolutions", usual))
     return ModelDefaults(**named, default_resolution=Resolution(side, side), resolutions=sizes)
@@ -106,15 +104,23 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
 def read_geometry(model_dir: Path) -> "Geometry":
     """Return the geometry of a model from its configuration files. Raises RunError if one is damaged."""
     from ..families.geometry import Geometry
-    from ..families.table import entry_of, token_side
+    from ..families.table import token_side
 
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
-    config = read_config(model_dir, "transformer")
+    _, config, entry = _entry_of(model_dir)
     if "patch_size" in config or "all_patch_size" in config:
-        entry = entry_of(config.get("_class_name"))
-        folds = 1 if entry is None else entry.folds
-        return Geometry.of_transformer(latent_factor * folds, token_side(entry, config))
+        folds, references = (1, None) if entry is None else (entry.folds, entry.references)
+        return Geometry.of_transformer(latent_factor * folds, token_side(entry, config), references)
     return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
+
+
+def _entry_of(model_dir: Path) -> "tuple[dict[str, Any], dict[str, Any], Entry | None]":
+    """Return the configurations of pipeline and transformer, and the family; None if no family serves the pipeline."""
+    from ..families.table import FAMILIES, entry_of
+
+    index, config = read_config(model_dir, "", "model_index.json"), read_config(model_dir, "transformer")
+    # Pipelines may share a transformer.
+    return index, config, FAMILIES.get(str(index.get("_class_name"))) or entry_of(config.get("_class_name"))
 
 
 def read_config(model_dir: Path, component: str, file: str = "config.json") -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Cache of what text encoders returned for recent texts, which saves encoding repeated ones."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...data.adapters import Adapters
+from ..core.bounded_cache import BoundedCache
 
 _READ = ("text_embeds", "last_hidden_state", "pooler_output", "hidden_states")
 """What pipelines read of the outputs of text encoders; logits and a language model's keys and values are not kept."""
@@ -29,14 +29,14 @@ class PromptCache:
     """
 
     def __init__(self, encoders: Mapping[str, nn.Module], max_bytes: int) -> None:
-        self._encoders, self._max_bytes = encoders, max_bytes
+        self._encoders, self._entries = encoders, BoundedCache[Any](max_bytes, _num_bytes)
         self.clear()
 
     def clear(self) -> None:
         """Forget all texts, and count from 0."""
-        self._entries: OrderedDict[Any, Any] = OrderedDict()
+        self._entries.clear()
         self._new: dict[Any, Any] = {}
-        self._num_bytes = self._hits = self._misses = 0
+        self._hits = self._misses = 0
 
     @contextmanager
     def answering(self, adapters: Adapters) -> Iterator[None]:
@@ -64,9 +64,10 @@ class PromptCache:
         if any(isinstance(value, Tensor) and value.is_floating_point() for _, value in values):
             return forward(*args, **kwargs)  # embeddings, of which nothing is known
         key = name, adapters, *((place, _identity(value)) for place, value in values)
-        if key in self._entries:
-            self._entries.move_to_end(key)
-        if (found := self._entries.get(key, self._new.get(key))) is not None:
+        found = self._entries.find(key)
+        if found is None:
+            found = self._new.get(key)
+        if found is not None:
             self._hits += 1
             return found
         self._misses += 1
@@ -81,10 +82,7 @@ class PromptCache:
     def _keep(self, key: Any, output: Any) -> None:
         if isinstance(states := output.get("hidden_states"), _States):
             output = type(output)(**dict(output) | {"hidden_states": states.of_read()})
-        self._entries[key] = output
-        self._num_bytes += _num_bytes(output)
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _num_bytes(self._entries.popitem(last=False)[1])
+        self._entries.keep(key, output)
 
     def to_json(self) -> dict[str, Any]:
         """Return hits and misses, by text and encoder, and the size of the cache, for a summary."""
@@ -94,7 +92,7 @@ class PromptCache:
             "misses": self._misses,
             "hit_rate": self._hits / num_lookups if num_lookups else None,
             "num_kept": len(self._entries),
-            "kept_bytes": self._num_bytes,
+            "kept_bytes": self._entries.num_bytes,
         }
 
 

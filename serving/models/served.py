@@ -16,6 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from ...data.adapters import require_adapters
+from ...data.edits import Reference
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -23,13 +24,15 @@ from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from ...training.cache.schedule import CacheSchedule
 from ..cache.patch_cache import PatchCache
 from ..cache.stats import CacheStats
+from ..conflicts import refuse_conflicts
+from ..core.bounded_cache import BoundedCache
 from ..core.checked_request import CheckedRequest
 from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.progress import OnProgress, no_progress
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
-from ..editing.start import begin_edit
+from ..editing.start import begin_edit, pixels_of
 from ..editing.trajectory import begin_on_trajectory
 from ..families import Family
 from ..options import EngineOptions, why_not_recorded
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
 _MAX_SCHEDULES = 4096
-"""Most schedules (steps, first step and resolution) that are cached as valid."""
+"""Most schedules (steps, first step and sizes) that are cached as valid."""
 
 
 class ServedModel:
@@ -81,6 +84,7 @@ class ServedModel:
         unbatched: reason why each request calls its own scheduler; None if one update serves all requests.
         reuse: records of templates for edits.
         prompts: cache of encoded texts; None if every text is encoded, or another process encodes them.
+        references: cache of encoded references, by their digests.
         offload: keeps the text encoders off the device; None if they stay there.
     """
 
@@ -111,12 +115,13 @@ class ServedModel:
         self.prompts: PromptCache | None = None
         if options.prompt_cache_mb and stages is None:  # otherwise the process that encodes has one
             self.prompts = PromptCache(text_encoders(pipe), options.prompt_cache_mb << 20)
+        self.references = BoundedCache[torch.Tensor](options.prompt_cache_mb << 20, lambda latents: latents.nbytes)
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare
         )
         self.adapters, self.stages = adapters, stages
         self.offload: TextOffload | None = None
-        self._known_schedules: set[tuple[int, int, Resolution]] = set()
+        self._known_schedules: set[tuple[int, int, tuple[Resolution, ...]]] = set()
         self._preparing = threading.Lock()
 
     @property
@@ -151,7 +156,8 @@ class ServedModel:
         return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
     def clear_cache(self) -> None:
-        """Clear the caches of patches and texts, and reset their figures."""
+        """Clear the caches of patches, texts and references, and reset their figures."""
+        self.references.clear()
         if self.prompts is not None:
             self.prompts.clear()
         if (cache := self._patch_cache) is not None:
@@ -183,18 +189,23 @@ class ServedModel:
             )
 
     def check_request(self, request: Request) -> None:
-        """Raise UsageError if the model cannot serve the request (its resolution, steps, adapters, or edit)."""
+        """Raise UsageError if the model cannot serve the request: its resolution, steps, adapters, edit or references."""
         self.check_resolution(request.resolution)
+        self.family.geometry.check_references(request, self.name)
+        if request.references:
+            refuse_conflicts(self.options.features | {"--reference": "a request with references"})
         require_adapters(request.adapters, () if self.adapters is None else self.adapters.names)
         self.family.geometry.check_edit(request)
         if request.edit is not None and not any(hasattr(self.pipe.scheduler, name) for name in NOISING):
             raise UsageError(f"scheduler {type(self.pipe.scheduler).__name__} cannot noise images, as edits need it")
-        schedule = (request.num_inference_steps, self.family.geometry.first_step(request), request.resolution)
+        sizes = request.resolution, *(reference.resolution for reference in request.references)
+        schedule = request.num_inference_steps, self.family.geometry.first_step(request), sizes
         if schedule in self._known_schedules:
             return
         try:
             state = self._start_schedule(request, generator=None)
-            self.stepper.check(state, self.family.geometry.latent_size(request.resolution))
+            for size in sizes:
+                self.stepper.check(state, self.family.geometry.latent_size(size))
         except UsageError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:
@@ -360,6 +371,7 @@ class ServedModel:
             guided_norm=self.family.guided_norm,
             neutral_scale=self.family.neutral_scale,
             steps_reused=state.num_requested - state.num_steps,
+            references=tuple(map(self._encode_reference, request.references)),
         )
         if (trajectory := self.reuse.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note
@@ -367,6 +379,15 @@ class ServedModel:
         # The denoise loop works on another stream.
         finish_stream(self.device)
         return prepared
+
+    def _encode_reference(self, reference: Reference) -> torch.Tensor:
+        """Return the latents of a reference in the model's dtype, encoded unless they are known."""
+        found = self.references.find(key := reference.digest)
+        if found is None:
+            # Families that take references encode the mode of the autoencoder's posterior, and draw nothing.
+            found = self.family.encode(pixels_of(reference.image, self.device), torch.Generator("cpu")).to(self.dtype)
+            self.references.keep(key, found)
+        return found
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":

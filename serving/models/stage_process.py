@@ -221,8 +221,8 @@ class StageProcesses:
         prepare, postprocess = self.of["prepare"], self.of["postprocess"]
 
         def condition(request: Request, is_guided: bool) -> dict[str, torch.Tensor]:
-            # The text does not depend on the edit.
-            found = prepare.call("condition", replace(request, edit=None, traced=None), is_guided)
+            # The text depends on no image.
+            found = prepare.call("condition", replace(request, edit=None, traced=None, references=()), is_guided)
             return {name: tensor.to(device) for name, tensor in found.items()}
 
         def encode(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -371,15 +371,34 @@ def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tens
     return joined([to_tokens(image) for image in images])
 
 
-def repeated(level: Level, table: Callable[[int, int], Tensor], kernels: str = "auto") -> Tensor:
+Table = Callable[[int, int], Tensor]
+"""Values of all tokens of an image of (height, width) tokens, [height * width, channels]."""
+
+
+def repeated(
+    level: Level,
+    table: Table,
+    kernels: str = "auto",
+    *,
+    of_references: Callable[[int], Table] | None = None,
+) -> Tensor:
     """Repeat values that depend on the size of an image for all images of a level: [tokens, channels], in packed order.
 
-    They are zero for padding. `table` returns them for an image of (height, width) tokens, [height * width, channels].
+    They are zero for padding. `of_references` returns the table for the references of this number, from 0.
     """
-    parts = []
+
+    def image_of(table: Table, height: int, width: int) -> Tensor:
+        return table(height, width).view(1, height, width, -1).permute(0, 3, 1, 2)
+
+    parts: list[Tensor] = []
     for group in level.groups:
-        image = table(group.height, group.width).view(1, group.height, group.width, -1)
-        parts.append(image.expand(group.rows, -1, -1, -1).permute(0, 3, 1, 2))
+        own = image_of(table, group.height, group.width)
+        if not group.references:
+            parts.append(own.expand(group.rows, -1, -1, -1))
+            continue
+        assert of_references is not None, "this family takes no references"
+        others = [image_of(of_references(number), *size) for number, size in enumerate(group.references)]
+        parts += [own, *others] * group.rows
     return joined([tokens_of(parts, level, kernels)], level.num_padding)
 
 

@@ -24,7 +24,7 @@ from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
 from ..layout.packing import Level, Order, Packing, Tables, check_patch_size, pack_rows
-from ..layout.patch_layout import patch_size_of
+from ..layout.patch_layout import References, every_size, patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
 from .context import BatchLeaf, BatchValues, PatchContext, Strategy, to_tokens
@@ -174,16 +174,28 @@ class PatchedModel:
         self._served_size = patch_size_of(sizes)
         self.largest_served = max(height * width for height, width in sizes)
 
-    def pack(self, sizes: list[tuple[int, int]], *, is_padded: bool = False) -> Packing:
-        """Return the packing of rows with these latent sizes, sorted by resolution. Raises what `pack_rows` raises.
+    def pack(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        references: Sequence[References] = (),
+        *,
+        patch_size: int | None = None,
+        is_padded: bool = False,
+    ) -> Packing:
+        """Return the packing of rows with these latent sizes and references, sorted by resolution. Raises what
+        `pack_rows` raises.
 
-        `is_padded`: whether to pad it to its bucket, if this model does so.
+        Args:
+            sizes, references: as for `pack_rows`.
+            patch_size: side of a patch; None for that of this model or, if it has none, of the sizes.
+            is_padded: whether to pad it to its bucket, if this model does so.
         """
-        patch_size = self.patch_size
+        patch_size = patch_size or self.patch_size
         if self.is_padded and patch_size is None:
-            patch_size = self.common_patch_size(sizes)
+            patch_size = self.common_patch_size([*sizes, *every_size(references)])
         return pack_rows(
             sizes,
+            references,
             order=self.order,
             patch_size=patch_size,
             num_levels=self.num_levels,
@@ -271,7 +283,7 @@ class PatchedModel:
             inputs["tables"] = packing.tables
         return self.captured.run(
             batch,
-            (packing.bucket or packing.sizes, context.batch_values.key),
+            (packing.bucket or (packing.sizes, packing.references), context.batch_values.key),
             context.batch_values,
             lambda inputs, values, pause: self.forward(
                 **inputs, batch_values=values, pause=pause or eager_pause if is_padded else None

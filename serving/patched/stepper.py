@@ -280,24 +280,25 @@ class PackedBatch:
     """The active requests between two changes of the active set, for the patched model or the unmodified one.
 
     Attributes:
-        is_plain: whether the unmodified model takes the batch, because it has one resolution.
+        is_plain: whether the unmodified model takes the batch, because it has one shape.
         denoise_batch: the batch of latents.
     """
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
         self._model = model = stepper.model
-        self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
+        self._batch = batch = sorted(active, key=lambda prepared: by_size(*prepared.shape))
         sizes = [prepared.size for prepared in batch]
         multiple = TEXT_MULTIPLE if model.is_padded else 1
         self._conditions, repeats = conditions_of(batch, stepper.conditions, shorten=model.shorten, multiple=multiple)
-        # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are merged.
-        self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
+        # A batch of one shape needs no patches: plain diffusers is as fast, unless equal text tokens are merged.
+        shapes = {prepared.shape for prepared in batch}
+        self.is_plain = may_be_plain and len(shapes) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:
             self.denoise_batch = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
             return
-        rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
+        rows, references = zip(*(prepared.shape for prepared in batch for _ in range(prepared.num_rows)), strict=True)
         # With the cache, the computed rows of each step are padded.
-        row_packing = model.pack(rows, is_padded=model.cache is None)
+        row_packing = model.pack(rows, references, is_padded=model.cache is None)
         self._conditions = model.pad_conditions(self._conditions, row_packing)
         known = [
             CachedRequest(
@@ -316,7 +317,12 @@ class PackedBatch:
         if adapters is not None:
             model.context.batch_values.adapters = adapters.of_rows(row_packing.value_rows)
         self.denoise_batch = DenoiseBatch(
-            batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
+            batch,
+            model.pack(sizes, patch_size=row_packing.layout.patch_size),
+            row_packing,
+            stepper.sampler,
+            self._predict,
+            dtype=model.dtype,
         )
 
     @property

@@ -6,32 +6,29 @@ diffusers' own block run with an empty text, and nothing is concatenated or spli
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.attention import Rotary
+from ..families.transformer import Transformer
 from .context import BatchLeaf, PatchContext, joined, repeated
 
 
 class RotaryPositions(BatchLeaf):
-    """The rotary angles of each image token at its place in its own image.
+    """The rotary angles of each image token at its place in its own image, or in its reference.
 
     Args:
         embed: the model's own module, which computes angles from position ids.
-        image_ids, text_ids: see `Transformer`.
+        transformer: description of the model, with `image_ids`.
     """
 
-    def __init__(
-        self,
-        embed: Any,
-        image_ids: Callable[[int, int, Tensor], Tensor],
-        text_ids: Callable[[int, Tensor], Tensor] | None,
-        context: PatchContext,
-    ) -> None:
+    def __init__(self, embed: Any, transformer: Transformer, context: PatchContext) -> None:
         super().__init__()
-        self.embed, self.image_ids, self.text_ids, self.context = embed, image_ids, text_ids, context
+        self.embed, self.context = embed, context
+        self.text_ids, self._transformer = transformer.text_ids, transformer
 
     def forward(self, ids: Tensor) -> Rotary:
         """Return cosines and sines [image tokens, width], in packed order; only dtype and device of `ids` are used.
@@ -50,15 +47,26 @@ class RotaryPositions(BatchLeaf):
             self._of_texts(self.text_ids, text)
 
     def _of_images(self, like: Tensor) -> Rotary:
-        level = self.context.batch.levels[0]
-        angles = {
-            (group.height, group.width): self.embed(self.image_ids(group.height, group.width, like))
-            for group in level.groups
-        }
-        cosines, sines = (
-            repeated(level, lambda *size, part=part: angles[size][part], self.context.kernels) for part in (0, 1)
-        )
-        return cosines, sines
+        level, transformer = self.context.batch.levels[0], self._transformer
+
+        @cache
+        def angles(number: int | None, height: int, width: int) -> tuple[Tensor, Tensor]:
+            """Return the angles of an image, or of a reference of this number."""
+            if number is None:
+                assert transformer.image_ids is not None
+                return self.embed(transformer.image_ids(height, width, like))
+            assert transformer.reference_ids is not None, "this family takes no references"
+            return self.embed(transformer.reference_ids(number, height, width, like))
+
+        def of_part(part: int) -> Tensor:
+            return repeated(
+                level,
+                lambda *size: angles(None, *size)[part],
+                self.context.kernels,
+                of_references=lambda number: lambda *size: angles(number, *size)[part],
+            )
+
+        return of_part(0), of_part(1)
 
     def _of_texts(self, text_ids: Callable[[int, Tensor], Tensor], like: Tensor) -> Rotary:
         context, values, (rows, length, _) = self.context, self.context.batch_values, self.context.text.shape

@@ -101,7 +101,7 @@ class PatchSwap(Swap):
         return fused
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
-        context, ids = self._context, transformer.image_ids
+        context = self._context
         if transformer.layout == "one row":
             insert_one_row(self, model, transformer, context)
             return
@@ -110,10 +110,10 @@ class PatchSwap(Swap):
             return
         if transformer.joint_angles is not None:
             self.put(model, "pos_embed", JointRotary(model.pos_embed, transformer.joint_angles, context))
-        elif ids is None:
+        elif transformer.image_ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
-            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, transformer.text_ids, context))
+            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, transformer, context))
         for name, kind in transformer.leaves.items():
             if kind == "constant":
                 self.wrap(model, name, CachedConstant, model.device)

@@ -26,8 +26,11 @@ def plain_batch(
     requests: Sequence[PreparedRequest],
     sampler: BatchedSampler | PerRequestSampler,
 ) -> DenoiseBatch:
-    """Batch requests of one resolution; `conditions` are arguments of the model's forward, for all their rows."""
-
+    """Batch requests of one shape (`PreparedRequest.shape`); `conditions` are arguments of the model's forward, for all
+    their rows.
+    """
+    if requests[0].references:
+        conditions = conditions | {"references": _references_of(requests)}
     # Recorded passes do the same work whichever row has an adapter.
     rows = RowAdapters.of(adapters_of_rows(requests), models.device, for_all=models.captured is not None)
     passes = PassBatch(is_complete=True)
@@ -36,6 +39,12 @@ def plain_batch(
         return models.predict(passes, latents, timesteps, conditions, rows)
 
     return whole_batch(predict, requests, sampler, models.dtype)
+
+
+def _references_of(requests: Sequence[PreparedRequest]) -> tuple[Tensor, ...]:
+    """Return the latents of each reference, for all rows of the requests."""
+    rows = [[each.expand(own.num_rows, -1, -1, -1) for each in own.references] for own in requests]
+    return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 
 
 def whole_batch(

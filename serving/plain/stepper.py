@@ -1,11 +1,10 @@
-"""The denoise stage without patches: one forward pass of plain diffusers for each resolution among the requests."""
+"""The denoise stage without patches: one forward pass of plain diffusers for each shape of requests."""
 
 from collections.abc import Sequence
 
 import torch
 
 from ...data.errors import UsageError
-from ...data.resolution import Resolution
 from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
 from ..core.failures import Failures, MemoryBound
@@ -74,7 +73,7 @@ class PlainStepper:
 
     @torch.inference_mode()
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
-        """Take one denoising step of every active request: one forward pass per resolution.
+        """Take one denoising step of every active request: one forward pass per shape.
 
         Returns:
             The requests that failed, by id, with the reason. A failing forward pass is repeated in halves, so that
@@ -109,7 +108,7 @@ class PlainStepper:
         return None if batch is None else batch.x0_of(prepared)
 
     def _step_or_halves(self, group: Sequence[PreparedRequest], failures: dict[int, str]) -> None:
-        """Step a group of one resolution together; if this fails, or does not fit into memory, step it in halves."""
+        """Step a group of one shape together; if this fails, or does not fit into memory, step it in halves."""
         halves = group[: len(group) // 2], group[len(group) // 2 :]
         if len(group) > 1 and self._memory.excludes(work_of(group)):
             for half in halves:
@@ -136,10 +135,10 @@ class PlainStepper:
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
         """Return groups of requests that take their steps together."""
-        return [group for each in group_by_resolution(active).values() for group in _by_sampler(each)]
+        return [group for each in group_by_shape(active) for group in _by_sampler(each)]
 
     def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
-        """Batch requests of one resolution, to be stepped until one of them leaves or another joins."""
+        """Batch requests of one shape, to be stepped until one of them leaves or another joins."""
         return plain_batch(self.models, self.conditions(join_conditioning(group)), group, sampler)
 
     def _sampler_of(self, group: Sequence[PreparedRequest]) -> BatchedSampler | PerRequestSampler:
@@ -159,9 +158,9 @@ def _by_sampler(group: list[PreparedRequest]) -> list[list[PreparedRequest]]:
     return [part for part in parts if part]
 
 
-def group_by_resolution(active: Sequence[PreparedRequest]) -> dict[Resolution, list[PreparedRequest]]:
-    """Group requests by resolution, both in order of first appearance."""
-    groups: dict[Resolution, list[PreparedRequest]] = {}
+def group_by_shape(active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
+    """Group requests by the sizes of their images and references, both in order of first appearance."""
+    groups: dict[object, list[PreparedRequest]] = {}
     for prepared in active:
-        groups.setdefault(prepared.request.resolution, []).append(prepared)
-    return groups
+        groups.setdefault(prepared.shape, []).append(prepared)
+    return list(groups.values())

@@ -191,7 +191,7 @@ class Scheduler:
         state = RequestState.of(request, view or RequestView.of(request))
         self._open[request.request_id] = state
         self._room_of(state).add(request, state.view)
-        self.pixel_steps += request.resolution.pixels * state.num_iterations
+        self.pixel_steps += request.pixels_seen * state.num_iterations
         self._has_news = True
         return state
 
@@ -247,7 +247,7 @@ class Scheduler:
         if failure is not None:
             return self.end(request_id, "failed", now_s, failure)
         if num_iterations is not None:
-            self.pixel_steps += state.request.resolution.pixels * (num_iterations - state.num_iterations)
+            self.pixel_steps += state.request.pixels_seen * (num_iterations - state.num_iterations)
             state.num_iterations = num_iterations
         state.is_prepared = True
         self.num_prepared += 1
@@ -339,7 +339,7 @@ class Scheduler:
         request = state.request
         self._room_of(state).remove(request)
         if not request.yields:
-            work = request.resolution.pixels * state.num_iterations
+            work = request.pixels_seen * state.num_iterations
             self._shares.serve(self._shares.add(request.owner, work, request.weight))
         if state.is_prepared:
             self._activate(state, now_s)
@@ -428,7 +428,7 @@ class Scheduler:
         last_step = self.num_steps + state.num_iterations
         self._next_leave = min(self._next_leave, last_step) if self._active else last_step
         self._active.append(state)
-        self._batch_pixels += state.request.resolution.pixels
+        self._batch_pixels += state.request.pixels_seen
         insort(self.works, state.view.work)
         self.changed.add(state.request.resolution)
 
@@ -478,10 +478,10 @@ class Scheduler:
         if not self._active:
             self._left_s = None
         self.works.remove(state.view.work)
-        self._batch_pixels -= state.request.resolution.pixels
+        self._batch_pixels -= state.request.pixels_seen
         self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
         self.changed.add(state.request.resolution)
 
     def _pixel_steps_of(self, state: RequestState) -> int:
         steps_done = self.num_steps - state.first_step if state.stage == "active" else 0
-        return state.request.resolution.pixels * (state.num_iterations - steps_done)
+        return state.request.pixels_seen * (state.num_iterations - steps_done)

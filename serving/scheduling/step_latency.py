@@ -1,20 +1,21 @@
 """Step latencies for schedulers and the simulator: interpolated from a table, per resolution, memoised. No torch."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.work import Work
+from ...data.work import Work, is_part, resolution_of, share_of
 from ...training.latency.least_squares import relative_line
 from .policies.base import StepLatencyPredictor
 
 Batch = tuple[Resolution | Work, ...]
 """Works of a batch, with repeats, sorted."""
 _NUM_NEIGHBOURS = 4
+_NEAREST = 1e-3
 _MAX_REMEMBERED = 200_000
 
 
@@ -136,20 +137,24 @@ class TableLatency:
         distances = np.abs(self._counts - counts).sum(axis=1)
         # Stable, so that ties are broken by the order of the table.
         nearest = np.argsort(distances, kind="stable")[:_NUM_NEIGHBOURS]
-        # The distance is above 0: the batch itself is not in the table.
-        near = 1 / distances[nearest]
+        # With references, a batch may be as far as nothing from another.
+        near = 1 / np.maximum(distances[nearest], _NEAREST)
         factor = float(near @ self._off_line[nearest] / near.sum())
         return self._line(counts) * factor
 
     def check(self, resolutions: Sequence[Resolution | Work]) -> None:
-        """Raise UsageError if the table has no batch with one of these resolutions in it."""
-        unknown = sorted(set(resolutions) - set(self.resolutions))
+        """Raise UsageError if the table has no batch with one of these resolutions in it, or for a part of an image."""
+        known = self.resolutions
+        unknown = sorted(each for each in set(resolutions) if is_part(each) or resolution_of(each) not in known)
         if unknown:
-            known = ", ".join(map(str, self.resolutions))
-            raise UsageError(f"the latency table knows nothing of {unknown[0]}, but only of {known}")
+            names = ", ".join(map(str, known))
+            raise UsageError(f"the latency table knows nothing of {unknown[0]}, but only of {names}")
 
-    def _count(self, batch: Batch) -> list[int]:
-        counts = Counter(batch)
+    def _count(self, batch: Batch) -> list[float]:
+        """Return the number of images of each resolution; references count as parts of one."""
+        counts: dict[Resolution, float] = defaultdict(float)
+        for work in batch:
+            counts[resolution_of(work)] += share_of(work)
         return [counts[resolution] for resolution in self.resolutions]
 
     def _line(self, counts: np.ndarray) -> float:

@@ -1,5 +1,9 @@
-"""Forms of `POST /v1/images/edits`: an image, a mask, and fields as text (`fields.edit_fields`). No torch."""
+"""Forms of `POST /v1/images/edits`: images, a mask, and fields as text (`fields.edit_fields`). No torch.
 
+For a model that takes references, images without a mask and a strength are references of a new image.
+"""
+
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +20,13 @@ from .body import MAX_NAME, Body, shown
 from .errors import invalid, wrong_type
 from .fields import RECORD_FIELDS, ModelFacts, edit_fields, unsupported
 from .limits import Limits
-from .protocol import Generation, check_size, generation_of
+from .protocol import Generation, check_size, generation_of, parse_size
 
 EDITS = "/v1/images/edits"
 MAX_EDIT_BYTES = 50_000_000
 _MOST_PARTS = 64
+_MOST_REFERENCE_PIXELS = 1 << 24
+"""Most pixels of the file of a reference, which is then scaled to a size that the model takes."""
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
 """First bytes of the formats that OpenAI accepts. Pillow reads many more, some of which run other programs."""
 _MOST_SCANS, _MOST_PIECES = 100, 50_000
@@ -29,7 +35,7 @@ chunks), which are read one by one. Ordinary programs write about ten scans, and
 """
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
-_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)")
+_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)|(?:the )?reference")
 """Start of messages about edits, which names the field."""
 Part = str | bytes
 """A part of a form: text, or the bytes of a file."""
@@ -56,7 +62,7 @@ async def read_form(request: Request, limits: Limits) -> list[tuple[str, Part]]:
 def parse_edit(
     parts: Sequence[tuple[str, Part]], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
 ) -> Generation:
-    """Check an edit, and decode its image and its mask.
+    """Check an edit, and decode its images and its mask.
 
     Args:
         parts: parts of the form with their names.
@@ -66,15 +72,23 @@ def parse_edit(
         ApiError: a field is unknown, missing, repeated or not allowed (400), or the model is not served (404).
     """
     kind = edit_fields(model, limits)
-    found = _by_name(parts, kind)
-    image, mask = found.pop("image", None), found.pop("mask", None)
-    if image is None:
+    found, images = _by_name(parts, kind)
+    mask = found.pop("mask", None)
+    if not images:
         raise invalid("image is missing", "image", code="missing_required_parameter")
-    fields = kind.read(found)
+    image, fields = images[0], kind.read(found)
     try:
-        resolution = _size_of(image, "image", model, limits)
+        is_drawn = model.references is not None and mask is None and fields.strength is None
+        if is_drawn and (len(images) > 1 or _mask_in(image) is None):
+            return _drawn_from(images, fields, model, limits, header_slo)
+        if len(images) > 1:
+            reason = "one is edited at a time"
+            if model.references is not None:
+                reason += ": several are references, without a mask and a strength"
+            raise invalid(f"{len(images)} images were sent, but {reason}", "image")
+        resolution = check_size(_size_of(image, "image", limits.max_pixels), "image", model, limits)
         if mask is not None:
-            _size_of(mask, "mask", model, limits)
+            check_size(_size_of(mask, "mask", limits.max_pixels), "mask", model, limits)
         if fields.size not in ("auto", str(resolution)):
             own = f"but images are edited at their own size: {resolution}, or auto"
             raise invalid(f"size is {shown(fields.size)}, {own}", "size")
@@ -83,9 +97,7 @@ def parse_edit(
         pixels = read_image(image, "image")
         may_change = own_mask(image, "image") if mask is None else read_mask(mask, "mask")
         if may_change is None:
-            for name in ("reuse", "feather_px", *RECORD_FIELDS):
-                if name in fields.model_fields_set and getattr(fields, name):
-                    raise invalid(f"{name} keeps what is outside a mask, but there is no mask", name)
+            _refuse_fields_of_masks(fields)
         spec = EditSpec.with_defaults(
             pixels,
             may_change,
@@ -99,7 +111,46 @@ def parse_edit(
         return replace(generation, edit=spec)
     except UsageError as error:
         begin = _PARAM.match(str(error))
-        raise invalid(str(error), begin and begin[1]) from None
+        raise invalid(str(error), begin and (begin[1] or "image")) from None
+
+
+def _mask_in(image: bytes) -> object:
+    """Return the transparent part of an image file; None if it has none."""
+    _size_of(image, "image", _MOST_REFERENCE_PIXELS)
+    return own_mask(image, "image")
+
+
+def _drawn_from(
+    images: Sequence[bytes], fields: Any, model: ModelFacts, limits: Limits, header_slo: str | None
+) -> Generation:
+    """Return the request for a new image, by default of the size of the first reference or, if that has more pixels
+    than images may have, of nearly its proportions. Raises as `parse_edit`.
+    """
+    rule = model.references
+    assert rule is not None
+    if len(images) > rule.most:
+        raise invalid(f"{len(images)} images were sent, but {model.name} takes {rule.most} at most", "image")
+    _refuse_fields_of_masks(fields)
+    references = []
+    for image in images:
+        _size_of(image, "image", _MOST_REFERENCE_PIXELS)
+        references.append(rule.fitted(read_image(image, "image"), model.size_multiple))
+    if fields.size == "auto":
+        resolution = _at_most(references[0].resolution, limits.max_pixels, model.size_multiple)
+    else:
+        resolution = parse_size(fields.size, model, limits)
+    return replace(generation_of(fields, resolution, model, limits, header_slo), references=tuple(references))
+
+
+def _at_most(size: Resolution, most_pixels: int, multiple: int) -> Resolution:
+    factor = min(1.0, math.sqrt(most_pixels / size.pixels))
+    return Resolution(*(max(1, int(side * factor / multiple)) * multiple for side in size))
+
+
+def _refuse_fields_of_masks(fields: Any) -> None:
+    for name in ("reuse", "feather_px", *RECORD_FIELDS):
+        if name in fields.model_fields_set and getattr(fields, name):
+            raise invalid(f"{name} keeps what is outside a mask, but there is no mask", name)
 
 
 def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
@@ -119,14 +170,15 @@ def _template_of(fields: Any, model: ModelFacts) -> TemplateSpec | None:
     return None
 
 
-def _by_name(parts: Sequence[tuple[str, Part]], kind: Body) -> dict[str, Any]:
-    """Return the parts of a form with the types of JSON. Raises ApiError."""
-    images = [part for name, part in parts if name in ("image", "image[]")]
-    if len(images) > 1:
-        raise invalid(f"{len(images)} images were sent, but one is edited at a time", "image")
+def _by_name(parts: Sequence[tuple[str, Part]], kind: Body) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the parts of a form with the types of JSON, and its images. Raises ApiError."""
     found: dict[str, Any] = {}
+    images: list[bytes] = []
     for given, part in parts:
         name = "image" if given == "image[]" else given
+        if name == "image" and isinstance(part, bytes):
+            images.append(part)
+            continue
         if name in found:
             raise invalid(f"the field {shown(name)} comes twice", name[:MAX_NAME])
         if isinstance(part, bytes) != (name in ("image", "mask")):
@@ -135,14 +187,14 @@ def _by_name(parts: Sequence[tuple[str, Part]], kind: Body) -> dict[str, Any]:
                 f"{shown(name)} is {what}, but image and mask are files, and all else is text", name[:MAX_NAME]
             )
         found[name] = kind.from_text(name, part) if isinstance(part, str) else part
-    return found
+    return found, images
 
 
-def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Resolution:
+def _size_of(content: bytes, name: str, most_pixels: int) -> Resolution:
     """Return the size of an image file from its header.
 
-    Raises ApiError if its format or size is not accepted, or if it has so many pieces that decoding takes far longer
-    than for an ordinary file of its size.
+    Raises UsageError if it has too many pixels, and ApiError if its format is not accepted, or if it has so many pieces
+    that decoding takes far longer than for an ordinary file of its size.
     """
     if not _FORMATS.match(content):
         raise invalid(f"{name} is no PNG, JPEG or WebP file", name)
@@ -150,7 +202,7 @@ def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Re
         _check_jpeg(content, name)
     else:
         _check_chunks(content, name)
-    return check_size(Resolution(*size_of(content, name, limits.max_pixels)), name, model, limits)
+    return Resolution(*size_of(content, name, most_pixels))
 
 
 def _check_jpeg(content: bytes, name: str) -> None:

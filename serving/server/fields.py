@@ -17,6 +17,7 @@ from ...data.checks import require_prompt
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
 from ...data.requests import MAX_PRIORITY, MAX_SEED, Fallback
 from ...data.templates import TEMPLATE_KINDS
+from ..families.references import ReferenceRule
 from ..models.defaults import ModelDefaults
 from .body import MAX_NAME, NO_EFFECT, Body, FieldType, choice, integer, number, shown, text
 from .errors import ApiError, invalid
@@ -62,6 +63,7 @@ class ModelFacts:
         aliases: other names that clients may use.
         defaults: values of fields that a request leaves out.
         size_multiple: width and height must be multiples of it.
+        references: which references it takes; None if it takes none.
         dtype: dtype of the weights, for clients that ask about the model.
         reuses_templates: whether edits read the records of their templates by default.
         adapters: names of adapters that requests may use.
@@ -77,6 +79,7 @@ class ModelFacts:
     reuses_templates: bool = False
     adapters: tuple[str, ...] = ()
     cascade: tuple[str, ...] = ()
+    references: ReferenceRule | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,10 +150,11 @@ def generation_fields(model: ModelFacts, limits: Limits) -> ImageBody:
 @cache
 def edit_fields(model: ModelFacts, limits: Limits) -> ImageBody:
     """Return the fields of `POST /v1/images/edits`, without its files."""
+    about = "auto, or that of the image"
+    if model.references is not None:
+        about += "; any size if the images are references"
     own: dict[str, FieldType] = {
-        "size": text(
-            "size", 32, default="auto", schema={"description": "auto, or that of the image", "examples": ["auto"]}
-        ),
+        "size": text("size", 32, default="auto", schema={"description": about, "examples": ["auto"]}),
         "input_fidelity": choice("low", "high", description=NO_EFFECT),
         "strength": number(above=0, high=1, default=None),
         "paste": (bool, True),

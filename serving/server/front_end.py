@@ -195,6 +195,7 @@ class FrontEnd:
                     owner=ticket.key,
                     priority=generation.priority,
                     weight=self.limits.of(ticket.key).weight,
+                    references=generation.references,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

@@ -52,8 +52,10 @@ def edit_form(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     """Return the form of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
     fields = edit_fields(model, limits)
     form = form_of(fields, "image", "mask")
+    properties = form["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
+    if model.references is not None:
+        properties["image"] = {"type": "array", "items": properties["image"], "maxItems": model.references.most}
     if not model.reuses_templates:
-        properties = form["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
         properties["reuse"] = {"enum": [False]}
         for name in RECORD_FIELDS:
             del properties[name]

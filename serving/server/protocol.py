@@ -16,7 +16,7 @@ from .fields import LORA, MAX_IMAGES, QUALITIES, ModelFacts, OutputFormat, Respo
 from .limits import Limits
 
 if TYPE_CHECKING:
-    from ...data.edits import EditSpec
+    from ...data.edits import EditSpec, Reference
 
 GENERATIONS = "/v1/images/generations"
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
@@ -56,11 +56,12 @@ class Generation:
     adapters: Adapters = ()
     cache: bool = True
     priority: int = 0
+    references: "tuple[Reference, ...]" = ()
 
     @property
     def kind(self) -> str:
         """Prefix of OpenAI's names of its events."""
-        return "image_generation" if self.edit is None else "image_edit"
+        return "image_edit" if self.edit is not None or self.references else "image_generation"
 
     @property
     def num_steps(self) -> int:
@@ -71,7 +72,12 @@ class Generation:
     @property
     def pixel_steps(self) -> int:
         """Pixels times steps, over all images."""
-        return len(self.seeds) * self.resolution.pixels * self.num_steps
+        return len(self.seeds) * self.pixels_seen * self.num_steps
+
+    @property
+    def pixels_seen(self) -> int:
+        """Number of pixels that a step of an image computes, as `Request.pixels_seen`."""
+        return self.resolution.pixels + sum(reference.resolution.pixels for reference in self.references)
 
 
 def parse_generation(

@@ -121,14 +121,15 @@ class Ticket(Follower):
         """Pixels times remaining steps, over all images."""
         generation = self.generation
         done = sum(self.steps_done.get(index, 0) for index in range(len(generation.seeds)))
-        return generation.pixel_steps - done * generation.resolution.pixels
+        return generation.pixel_steps - done * generation.pixels_seen
 
     @property
     def num_bytes(self) -> int:
-        """Size of its images, and of the image and mask that it edits."""
+        """Size of its images, and of what it was drawn from: the image and mask that it edits, or references."""
         edit = self.generation.edit
-        edited = 0 if edit is None else edit.image.nbytes + edit.mask.nbytes
-        return edited + sum(len(drawn.content) for drawn in self.drawn.values())
+        given = 0 if edit is None else edit.image.nbytes + edit.mask.nbytes
+        given += sum(reference.image.nbytes for reference in self.generation.references)
+        return given + sum(len(drawn.content) for drawn in self.drawn.values())
 
     def on_step(self, request_id: int, steps_done: int) -> None:
         """Record the steps of an image, and queue its progress for the stream if the client asked for it."""

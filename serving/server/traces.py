@@ -84,7 +84,7 @@ class Traces(Watcher):
         if ticket.slo_s is not None:
             attributes["psctl.slo_s"] = ticket.slo_s
         span = self._tracer.start_span(
-            "edit" if generation.edit is not None else "generate",
+            "edit" if generation.kind == "image_edit" else "generate",
             TraceContextTextMapPropagator().extract(ticket.trace_context),
             kind=trace.SpanKind.SERVER,
             attributes=attributes,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.work import Work, resolution_of
+from ...data.work import Work, resolution_of, share_of
 from ..layout.bucket import Bucket
 
 GraphsMode = Literal["off", "exact", "bucketed"]
@@ -77,9 +77,7 @@ class GraphModel:
 
     def patches_of(self, batch: Sequence[Resolution | Work]) -> int:
         """Return the number of patches in all rows of a pass."""
-        pixels = sum(
-            work.active_share * work.resolution.pixels if isinstance(work, Work) else work.pixels for work in batch
-        )
+        pixels = sum(share_of(work) * resolution_of(work).pixels for work in batch)
         return math.ceil(pixels / self.patch_side**2) * self.costs.rows_per_request
 
     def bucket_of(self, batch: Sequence[Resolution | Work]) -> Bucket:

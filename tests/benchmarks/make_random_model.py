@@ -34,6 +34,7 @@ from diffusers import (
     Flux2KleinPipeline,
     Flux2Pipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Pipeline,
@@ -261,6 +262,7 @@ def build(name: str, smaller: dict[str, dict[str, Any]]) -> Any:
     builders = {
         "sdxl": build_sdxl,
         "sd3": build_sd3,
+        "flux-kontext": lambda config: FluxKontextPipeline(**build_flux(config).components),
         "flux2-dev": build_flux2,
         "flux2-klein": build_flux2,
         "aura": build_aura,

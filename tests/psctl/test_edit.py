@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.families import build_family
+from patchedserve.serving.families.references import CROPPED
 from patchedserve.serving.models.defaults import read_geometry
 
 from ..conftest import RunPsctl
 from ..support.edits import edit_request, image_of, mask_of, plain_edit, redraw_request
 from ..support.killed_edits import edit_and_kill
-from ..support.tiny_families import tiny_flux
-from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ..support.tiny_families import tiny_flux, tiny_klein
+from ..support.tiny_models import plain_image, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 SIZE = Resolution(64, 48)
 
@@ -57,6 +59,39 @@ def test_whole_image_is_redrawn_without_a_mask(run_psctl: RunPsctl, folder: Path
     assert np.abs(np.asarray(Image.open(folder / "hat.png")).astype(int) - np.asarray(expected)).max() <= 1
     run = run_psctl(*edit, "--reuse", "--feather", "4", **where)
     assert (run.returncode, run.stderr) == (2, "Error: a mask is missing for --reuse and --feather: give --mask\n")
+
+
+def test_references_are_seen_and_not_kept(run_psctl: RunPsctl, folder: Path) -> None:
+    save_tiny(folder / "klein", tiny_klein(), num_inference_steps=2, guidance_scale=1.0, max_sequence_length=16)
+    where = {"PSCTL_MODEL": str(folder / "klein"), "PSCTL_DTYPE": "float32"}
+    sizes = Resolution(70, 64), Resolution(96, 64)
+    for name, size in zip(("room", "cat"), sizes, strict=True):
+        Image.fromarray(image_of(size)).save(folder / f"{name}.png")
+    edit = ("edit", folder / "room.png", "put the cat on the sofa", "--reference", folder / "cat.png")
+    run = run_psctl(*edit, "-o", folder / "sofa.png", "--json", **where)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert (told["references"], told["images"][0]["resolution"]) == (["64x64", "96x64"], "64x64")
+    references = tuple(CROPPED.fitted(image_of(size), 16) for size in sizes)
+    request = Request(0, "put the cat on the sofa", Resolution(64, 64), 2, 1.0, references=references)
+    expected = np.asarray(plain_image(tiny_klein(), request, max_sequence_length=16)).astype(int)
+    assert np.abs(np.asarray(Image.open(folder / "sofa.png")).astype(int) - expected).max() <= 1
+    wide = run_psctl(*edit, "-r", "96x32", "-o", folder / "wide.png", **where)
+    assert wide.returncode == 0, wide.stderr
+    assert Image.open(folder / "wide.png").size == (96, 32)
+    for words, message in (
+        ((*edit, "--strength", "0.5"), "--reference is for images that are drawn from references: give no --mask and"),
+        ((*edit[:3], "-r", "64", "--strength", "0.5"), "--resolution is for images that are drawn from references"),
+        ((*edit, *(["--reference", folder / "cat.png"] * 9)), "11 references are given, but"),
+        ((*edit, "--parallel", "virtual:2"), "a request with references does not work with --parallel"),
+        ((*edit[:4], folder / "none.png"), "none.png"),
+    ):
+        run = run_psctl(*words, "-o", folder / "no.png", **where)
+        assert (run.returncode != 0, len(run.stderr.splitlines()[-1:])) == (True, 1), run.stderr
+        assert message in run.stderr.splitlines()[-1]
+    run = run_psctl(*edit, "-o", folder / "no.png", PSCTL_MODEL=str(folder / "sdxl"))
+    assert run.returncode == 2
+    assert run.stderr.endswith("sdxl takes no references\n")
 
 
 @pytest.mark.exhaustive

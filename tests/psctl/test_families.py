@@ -20,7 +20,8 @@ from ..conftest import RunPsctl
 
 pytestmark = pytest.mark.slow
 FAMILIES = (
-    *("aura", "chroma", "flux-schnell", "flux2-dev", "flux2-klein", "lumina2", "pixart", "qwen", "sd3", "z-image"),
+    *("aura", "chroma", "flux-kontext", "flux-schnell", "flux2-dev", "flux2-klein", "lumina2", "pixart", "qwen"),
+    *("sd3", "z-image"),
 )
 
 

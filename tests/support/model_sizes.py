@@ -92,7 +92,7 @@ TINY["z-image"] = {
     "cap_feat_dim": 64,
     "axes_dims": [16, 16, 16],
 }
-TINY["flux-schnell"] = TINY["flux-dev"]
+TINY["flux-schnell"] = TINY["flux-kontext"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
     "flux-dev": {"num_layers": 4, "num_single_layers": 8, "num_attention_heads": 3, "joint_attention_dim": 512},
@@ -105,6 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sd3": SD3,
     "flux-dev": FLUX,
     "flux-schnell": FLUX | {"guidance_embeds": False},
+    "flux-kontext": FLUX,
     "flux2-dev": {},
     "flux2-klein": KLEIN,
     "aura": AURA,

@@ -12,6 +12,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Pipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     Lumina2Pipeline,
     PixArtSigmaPipeline,
@@ -103,6 +104,11 @@ def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> F
 def tiny_schnell(seed: int = 0) -> FluxPipeline:
     """Return `tiny_flux` as FLUX.1 schnell."""
     return tiny_flux(seed, is_dev=False)
+
+
+def tiny_kontext(seed: int = 0) -> FluxKontextPipeline:
+    """Return `tiny_flux` as FLUX.1 Kontext, which takes a reference."""
+    return FluxKontextPipeline(**tiny_flux(seed).components)
 
 
 def tiny_autoencoder_flux2() -> AutoencoderKLFlux2:

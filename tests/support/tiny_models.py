@@ -20,6 +20,7 @@ from diffusers import (
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     HeunDiscreteScheduler,
     KDPM2AncestralDiscreteScheduler,
@@ -37,6 +38,7 @@ from diffusers import (
     UNet2DConditionModel,
     UniPCMultistepScheduler,
 )
+from PIL import Image
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -240,9 +242,9 @@ def plain_latents(pipe: Any, request: Any, **options: Any) -> torch.Tensor:
     return _plain(pipe, request, "latent", **options)
 
 
-def plain_image(pipe: Any, request: Any) -> Any:
-    """Return the PIL image of the plain pipeline for one request alone."""
-    return _plain(pipe, request, "pil")
+def plain_image(pipe: Any, request: Any, **options: Any) -> Any:
+    """Return the PIL image of the plain pipeline, called with these options, for one request alone."""
+    return _plain(pipe, request, "pil", **options)
 
 
 def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
@@ -254,6 +256,11 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if type(pipe).__name__ == "QwenImagePipeline":
         options = {"true_cfg_scale": request.guidance_scale, **options}
         negative = negative or ""  # None disables guidance
+    if isinstance(pipe, FluxKontextPipeline):
+        options = {"max_area": request.resolution.pixels, "_auto_resize": False, **options}
+    if request.references:
+        images = [Image.fromarray(reference.image) for reference in request.references]
+        options = {"image": images if type(pipe).__name__.startswith("Flux2") else images[0], **options}
     if not type(pipe).__name__.startswith("Flux2"):
         options = {"negative_prompt": negative, **options}
     elif type(pipe).__name__ == "Flux2KleinPipeline":
@@ -269,7 +276,9 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         output_type=output_type,
         **options,
     ).images
-    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline | QwenImagePipeline):
+    if output_type == "latent" and isinstance(
+        pipe, FluxPipeline | FluxKontextPipeline | ChromaPipeline | QwenImagePipeline
+    ):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     if output_type == "latent" and type(pipe).__name__ == "QwenImagePipeline":
         drawn = drawn[:, :, 0]  # the only frame

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...data.resolution import Resolution, parse
-from ...data.work import Work, resolution_of
+from ...data.work import Work, resolution_of, share_of
 
 FORGETTING = 0.995
 """Factor by which all earlier steps are discounted at every new one; their weight halves in 138 steps."""
@@ -169,7 +169,7 @@ class LearntLine:
     def _features(self, active: Sequence[Resolution | Work], first: float, width: int) -> np.ndarray:
         features = np.zeros(width)
         for work in active:
-            features[self._columns[resolution_of(work)]] += work.active_share if isinstance(work, Work) else 1.0
+            features[self._columns[resolution_of(work)]] += share_of(work)
         features[_EVERY] = 1.0
         features[_DISTINCT] = np.count_nonzero(features[_NUM_COMMON:]) - 1
         features[_FIRST] = first

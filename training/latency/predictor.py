@@ -8,7 +8,7 @@ policies need neither torch nor scikit-learn.
 """
 
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ import numpy as np
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
-from ...data.work import Work
+from ...data.work import Work, is_part, resolution_of, share_of
 from ...data.workspace import ModelWorkspace
 from .file import PredictorAbout, StepModel, read_predictor, write_predictor
 
@@ -53,10 +53,11 @@ class LatencyPredictor:
         self._index = {resolution: index for index, resolution in enumerate(about.resolutions)}
         self._known: dict[tuple[int, ...], float] = {}
         # Cache of batches outside the profile, apart from the others so that every prediction of one is counted.
-        self._outside: dict[frozenset[tuple[Resolution, int]], tuple[float, bool, bool]] = {}
+        self._outside: dict[frozenset[tuple[Resolution, float]], tuple[float, bool, bool]] = {}
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """Return the seconds of one denoising step over one whole image of each resolution in `active`; 0 for none.
+        References count as parts of an image.
 
         Raises UsageError: a resolution is smaller or larger than all profiled ones, or an entry is a part of an image.
         """
@@ -82,11 +83,11 @@ class LatencyPredictor:
         return self.model.ms(np.array(rows, dtype=np.float64)).tolist()
 
     def _predict_outside(self, active: Sequence[Resolution | Work]) -> float:
-        counts: Counter[Resolution] = Counter()
+        counts: dict[Resolution, float] = defaultdict(float)
         for work in active:
-            if isinstance(work, Work):
+            if is_part(work):
                 raise UsageError(f"the latency predictor knows whole images only, and not {work}")
-            counts[work] += 1
+            counts[resolution_of(work)] += share_of(work)
         key = frozenset(counts.items())
         if key not in self._outside:
             shares = [0.0] * len(self._index)

@@ -251,6 +251,7 @@ def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
         dtype=str(model.dtype).removeprefix("torch."),
         reuses_templates=recipe.templates is not None,
         adapters=() if model.adapters is None else model.adapters.names,
+        references=model.family.geometry.references,
     )
 
 
@@ -270,7 +271,8 @@ class StandaloneLatencies:
     """Standalone latencies of requests of any size and number of steps, derived from measured ones.
 
     Latency is proportional to the number of steps. The latency of a size that was not measured is interpolated linearly
-    over pixels between the next smaller and larger size; beyond them it is proportional to the pixels.
+    over pixels between the next smaller and larger size; beyond them it is proportional to the pixels. Pixels of
+    references count as those of the image.
 
     Args:
         measured_s: measured seconds by size; empty if standalone latencies are not needed.
@@ -285,7 +287,7 @@ class StandaloneLatencies:
         """Return the seconds that a request takes alone; None if nothing was measured."""
         if not self._points:
             return None
-        return self._whole_s(request.resolution.pixels) * request.num_steps / self._num_steps
+        return self._whole_s(request.pixels_seen) * request.num_steps / self._num_steps
 
     def _whole_s(self, pixels: int) -> float:
         least, most = self._points[0], self._points[-1]

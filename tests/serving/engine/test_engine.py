@@ -24,7 +24,7 @@ from patchedserve.serving.engine.watch import Watch
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
-from patchedserve.serving.plain.stepper import group_by_resolution
+from patchedserve.serving.plain.stepper import group_by_shape
 from patchedserve.serving.scheduling.policies import Decision, get_policy
 
 from ...support.engine_runs import LARGE, SMALL, requests_of, serve
@@ -254,7 +254,7 @@ def test_forward_passes_of_the_plain_model(
 ) -> None:
     model = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
     prepared = [model.prepare(request) for request in requests_of(5)]
-    assert [len(group) for group in group_by_resolution(prepared).values()] == [3, 2]
+    assert [len(group) for group in group_by_shape(prepared)] == [3, 2]
     rows: list[int] = []
     forward = type(pipe.unet).forward
 

@@ -2,7 +2,8 @@
 
 import re
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.layout.packing import Level, Order, Packing, WholeImages, pack_rows
-from patchedserve.serving.patched.context import images_of, to_patches, to_tokens, tokens_of
+from patchedserve.serving.patched.context import images_of, repeated, to_patches, to_tokens, tokens_of
 
 Size = tuple[int, int]
 
@@ -242,3 +243,51 @@ def test_empty_batch_is_refused(order: Order) -> None:
 def test_unsorted_rows_are_refused() -> None:
     with pytest.raises(AssertionError, match="sorted by resolution"):
         pack([(16, 16), (8, 8)], "image", None, 1, 3)
+
+
+@pytest.mark.parametrize(("order", "unit"), [("image", 2), ("patch", 2), ("patch", 1)])
+def test_tokens_of_references_follow_those_of_their_image(order: Order, unit: int) -> None:
+    sizes, references = [(8, 8), (8, 8), (8, 8), (16, 8)], [(), (), ((8, 16), (8, 8)), ((8, 16), (8, 8))]
+    packing = pack_rows(
+        sizes, references, order=order, patch_size=None, num_levels=1, unit=unit, device=torch.device("cpu")
+    )
+    level = packing.levels[0]
+    areas = [8 * 8, 8 * 8, 8 * 8 + 8 * 24, 16 * 8 + 8 * 24]
+    assert [(group.rows, group.first_row) for group in level.groups] == [(2, 0), (1, 2), (1, 3)]
+    assert [group.end - group.start for group in level.groups] == [
+        area // unit**2 for area in (2 * areas[0], *areas[2:])
+    ]
+    ends = [end // level.side**2 for end in (0, 64, 128, 384, 704)]
+    assert packing.starts == ends
+    assert level.row_index.bincount().tolist() == [last - first for first, last in pairwise(ends)]
+    images = [[draw_images([size])[0], *draw_images(own)] for size, own in zip(sizes, references, strict=True)]
+    patches = torch.cat([packing.pack(own) for own in images])
+    for row, (image, *_) in enumerate(images):
+        assert torch.equal(packing.unpack(patches, row), image)
+    if level.neighbours is not None:
+        is_image = torch.cat(
+            [
+                torch.arange(last - first) < height * width // level.side**2
+                for (height, width), (first, last) in zip(sizes, pairwise(ends), strict=True)
+            ]
+        )
+        assert (level.neighbours[~is_image] == -1).all()
+        assert is_image[level.neighbours[level.neighbours >= 0]].all()
+
+    def numbered(number: int) -> Callable[[int, int], Tensor]:
+        """Return a table with the number of the image and the place of each token in it."""
+        return lambda height, width: torch.stack(
+            [torch.full((height * width,), float(number)), torch.arange(height * width, dtype=torch.float32)], 1
+        )
+
+    found = repeated(level, numbered(0), of_references=lambda number: numbered(number + 1))
+    rows = [(size, *own) for size, own in zip(sizes, references, strict=True)]
+    expected = [
+        patch.flatten(1).T
+        for row in rows
+        for number, (height, width) in enumerate((high // unit, wide // unit) for high, wide in row)
+        for patch in cut(numbered(number)(height, width).T.reshape(2, height, width), level.grain)
+    ]
+    assert torch.equal(found, torch.cat(expected))
+    some = packing.of_rows([1, 2])
+    assert (some.sizes, some.references) == (((8, 8), (8, 8)), ((), ((8, 16), (8, 8))))

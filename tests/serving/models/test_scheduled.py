@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchedserve.data.edits import EditSpec
+from patchedserve.data.edits import EditSpec, Reference
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
@@ -28,12 +28,12 @@ from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.training.cache.schedule import CacheSchedule, StepPlan, shares
 
-from ...support.edits import edit_request
+from ...support.edits import edit_request, image_of
 from ...support.engine_runs import serve
 from ...support.joining import run_joining
 from ...support.tape import Tape
 from ...support.template_records import TEMPLATE, with_records
-from ...support.tiny_families import tiny_flux, tiny_pixart, tiny_z_image
+from ...support.tiny_families import tiny_flux, tiny_klein, tiny_pixart, tiny_z_image
 from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd3, tiny_sdxl
 
 STEPS = {20: (0, 1, 4, 9, 13), 6: (0, 2)}
@@ -80,10 +80,12 @@ def forecasting(pipe: Any, plan: StepPlan) -> Iterator[None]:
         model.forward = forward
 
 
-@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3, tiny_flux], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3, tiny_flux, tiny_klein], ids=lambda make: make.__name__)
 def test_images_equal_diffusers_with_forecasts(make: Any, tmp_path: Path) -> None:
     pipe = make()
     requests = requests_of()
+    if make is tiny_klein:
+        requests[1:3] = [replace(each, references=(Reference(image_of(SIZES[1])),)) for each in requests[1:3]]
     expected = {}
     for request in requests:
         plan = StepPlan(request.num_inference_steps, STEPS[request.num_inference_steps])

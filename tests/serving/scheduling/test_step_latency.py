@@ -8,6 +8,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.work import work_of
 from patchedserve.serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, TableLatency
 
 S, M, L = Resolution(128, 128), Resolution(192, 192), Resolution(256, 256)
@@ -77,6 +78,16 @@ def test_more_requests_than_measured_take_longer() -> None:
 def test_bad_tables(latencies: dict[tuple[Resolution, ...], float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TableLatency(latencies)
+
+
+def test_references_count_as_parts_of_an_image() -> None:
+    table = TableLatency({(S,) * count: 0.01 + 0.02 * count for count in (1, 2, 4)})
+    assert table.step_latency_s([work_of(S, 1.5)]) == pytest.approx(0.04)
+    assert table.step_latency_s([work_of(S, 2.0)]) == pytest.approx(table.step_latency_s([S, S]))
+    with pytest.raises(UsageError, match=r"knows nothing of 50.0% of 128x128"):
+        table.step_latency_s([work_of(S, 0.5)])
+    plain = PerResolutionLatency(table)
+    assert plain.step_latency_s([S, work_of(S, 1.5), work_of(S, 1.5)]) == pytest.approx(0.03 + 0.07)
 
 
 def test_unknown_sizes_and_empty_batches_are_refused() -> None:

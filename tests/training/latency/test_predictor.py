@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.latency import LatencyRow
-from patchedserve.data.work import Work
+from patchedserve.data.work import Work, work_of
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.serving.runs.outside_profile import predictions_outside
 from patchedserve.training.latency import fitting
@@ -269,6 +269,13 @@ def test_resolutions_beyond_the_profile_are_refused(predictor: LatencyPredictor,
 def test_parts_of_images_are_refused(fitted: LatencyPredictor) -> None:
     with pytest.raises(UsageError, match=r"knows whole images only, and not 25.0% of 128x128"):
         fitted.step_latency_s([Resolution(128, 128), Work(128, 128, 0.25)])
+
+
+def test_references_count_as_parts_of_an_image(fitted: LatencyPredictor) -> None:
+    size = Resolution(128, 128)
+    one, two = (fitted.step_latency_s([size] * count) for count in (1, 2))
+    assert one < fitted.step_latency_s([work_of(size, 1.5)]) < two
+    assert fitted.step_latency_s([work_of(size, 2.0)]) == pytest.approx(two)
 
 
 def test_one_resolution_is_enough() -> None:

@@ -1,0 +1,86 @@
+"""References, images that a model sees beside the one that it draws: how many it takes, and at which sizes.
+
+No torch, and nothing heavy at import.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+    from ...data.edits import Reference
+
+MOST_PIXELS = 1024 * 1024
+"""Most pixels of a reference of FLUX.2; larger images are scaled down."""
+_NARROW = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
+KONTEXT_SIZES = (
+    *(Resolution(*sides) for sides in _NARROW),
+    Resolution(1024, 1024),
+    *(Resolution(wide, narrow) for narrow, wide in reversed(_NARROW)),
+)
+"""Sizes that FLUX.1 Kontext was trained on. Its pipeline scales images to the one of the nearest proportions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRule:
+    """References that a family takes.
+
+    Attributes:
+        most: most references of a request.
+        fit: brings an image to a size that the model takes, as its pipeline does, given the number of pixels of which
+            sides must be multiples.
+    """
+
+    most: int
+    fit: "Callable[[Image, int], Image]"
+
+    def fitted(self, image: "NDArray[np.uint8]", multiple: int) -> "Reference":
+        """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels.
+
+        Raises UsageError: a side of the image is smaller than that.
+        """
+        import numpy as np
+        from PIL import Image
+
+        from ...data.edits import Reference
+
+        height, width = image.shape[:2]
+        if min(height, width) < multiple:
+            least = f"{multiple}x{multiple}"
+            raise UsageError(f"the reference has {width}x{height} pixels, but it must have {least} or more")
+        return Reference(np.asarray(self.fit(Image.fromarray(image), multiple)))
+
+
+def _trained_size(image: "Image", multiple: int) -> "Image":
+    from PIL.Image import Resampling
+
+    del multiple  # all sizes are multiples of 16
+    proportion = image.width / image.height
+    size = min(KONTEXT_SIZES, key=lambda size: (abs(proportion - size.width / size.height), size))
+    return image.resize(size, Resampling.LANCZOS)
+
+
+def _cropped(image: "Image", multiple: int) -> "Image":
+    """Scale an image down to `MOST_PIXELS` if it has more, and cut off what exceeds a multiple, on both sides."""
+    from PIL.Image import Resampling
+
+    if (pixels := image.width * image.height) > MOST_PIXELS:
+        factor = math.sqrt(MOST_PIXELS / pixels)
+        image = image.resize((int(image.width * factor), int(image.height * factor)), Resampling.LANCZOS)
+    width, height = (side // multiple * multiple for side in image.size)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+KONTEXT = ReferenceRule(1, _trained_size)
+"""The rule of FLUX.1 Kontext."""
+CROPPED = ReferenceRule(10, _cropped)
+"""The rule of FLUX.2, whose pipelines set no bound for their number."""

@@ -1,0 +1,70 @@
+"""Edits by reference, as OpenAI's client sends them to a real server, beside drawings in the same batches."""
+
+import base64
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.families.references import CROPPED
+
+from ..support.edits import file_of, image_of
+from ..support.http_server import HttpServer
+from ..support.tiny_families import tiny_klein
+from ..support.tiny_models import plain_image, save_tiny
+
+pytestmark = pytest.mark.slow
+_TEXT = 16
+IMAGES = [image_of(Resolution(70, 64), 1), image_of(Resolution(96, 64), 2)]
+REFERENCES = tuple(CROPPED.fitted(image, 16) for image in IMAGES)
+REQUESTS = [
+    Request(0, "a red hat", Resolution(64, 64), 4, 1.0, seed=3),
+    Request(1, "make it night", Resolution(64, 64), 4, 1.0, seed=4, references=REFERENCES[:1]),
+    Request(2, "a cat on the sofa", Resolution(96, 32), 4, 1.0, seed=5, references=REFERENCES),
+]
+
+
+def drawn(client: openai.OpenAI, request: Request) -> NDArray[np.uint8]:
+    own = {"seed": request.seed, "num_inference_steps": 4, "slo": 60}
+    size = str(request.resolution)
+    if request.references:
+        files = [(f"{place}.png", file_of(image)) for place, image in enumerate(IMAGES[: len(request.references)])]
+        found = client.images.edit(image=files, prompt=request.prompt, size=size, extra_body=own)  # type: ignore[call-overload]
+    else:
+        found = client.images.generate(prompt=request.prompt, size=size, extra_body=own)  # type: ignore[call-overload]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(found.data[0].b64_json))))
+
+
+def test_references_and_drawings_are_served_together(tmp_path: Path) -> None:
+    model = save_tiny(
+        tmp_path / "klein",
+        tiny_klein(),
+        guidance_scale=1.0,
+        num_inference_steps=4,
+        resolutions=["64x64", "96x32"],
+        max_sequence_length=_TEXT,
+    )
+    pipe = tiny_klein()
+    with HttpServer(model, tmp_path / "workspace") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with ThreadPoolExecutor(len(REQUESTS)) as pool:
+            found = list(pool.map(lambda request: drawn(client, request), REQUESTS))
+        for image, request in zip(found, REQUESTS, strict=True):
+            expected = np.asarray(plain_image(pipe, request, max_sequence_length=_TEXT), dtype=int)
+            assert np.abs(image - expected).max() <= 1, request.request_id
+        form = {"prompt": (None, "a hat"), "mask": ("mask.png", file_of(IMAGES[0]))}
+        files = [("image[]", ("a.png", file_of(IMAGES[0]))), ("image[]", ("b.png", file_of(IMAGES[1])))]
+        answer = httpx.post(f"{server.url}/v1/images/edits", files=[*files, *form.items()])
+        assert answer.status_code == 400
+        assert "several are references, without a mask and a strength" in answer.json()["error"]["message"]
+        described = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/images/edits"]["post"]
+        properties = described["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
+        assert (properties["image"]["type"], properties["image"]["maxItems"]) == ("array", 10)
