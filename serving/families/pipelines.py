@@ -84,12 +84,13 @@ def with_references(
     others = dict(conditions)
     references = others.pop("references", ())
     assert transformer.image_ids is not None
-    tokens, ids = tokens_of(latents), transformer.image_ids(*(each // side for each in latents.shape[2:]), latents)
+    height, width = latents.shape[2:]
+    tokens, ids = tokens_of(latents), transformer.image_ids(height // side, width // side, latents)
     if not references:
         return tokens, ids, others
     assert transformer.reference_ids is not None, "this family takes no references"
     of_references = [
-        transformer.reference_ids(number, *(length // side for length in each.shape[2:]), latents)
+        transformer.reference_ids(number, each.shape[2] // side, each.shape[3] // side, latents)
         for number, each in enumerate(references)
     ]
     return torch.cat([tokens, *map(tokens_of, references)], 1), torch.cat([ids, *of_references]), others

@@ -87,7 +87,7 @@ class PatchLayout:
         given = _checked_sizes(latent_sizes)
         _check_patch_size(patch_size, _checked_sizes([*latent_sizes, *every_size(others)]))
 
-        shapes = list(zip(map(tuple, given.tolist()), others, strict=True))
+        shapes = [((height, width), own) for (height, width), own in zip(given.tolist(), others, strict=True)]
         order = np.array(sorted(range(len(shapes)), key=lambda index: by_size(*shapes[index])), dtype=np.int64)
         shapes = [shapes[index] for index in order]
         firsts = [index for index, shape in enumerate(shapes) if index == 0 or shape != shapes[index - 1]]

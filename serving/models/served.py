@@ -189,7 +189,7 @@ class ServedModel:
             )
 
     def check_request(self, request: Request) -> None:
-        """Raise UsageError if the model cannot serve the request: its resolution, steps, adapters, edit or references."""
+        """Raise UsageError if the model cannot serve the request: its size, steps, adapters, edit or references."""
         self.check_resolution(request.resolution)
         self.family.geometry.check_references(request, self.name)
         if request.references:

@@ -155,7 +155,7 @@ class TableLatency:
         counts: dict[Resolution, float] = defaultdict(float)
         for work in batch:
             counts[resolution_of(work)] += share_of(work)
-        return [counts[resolution] for resolution in self.resolutions]
+        return [counts[resolution_of(resolution)] for resolution in self.resolutions]
 
     def _line(self, counts: np.ndarray) -> float:
         return float((self._features(counts[None]) @ self._weights)[0])

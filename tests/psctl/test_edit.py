@@ -83,7 +83,11 @@ def test_references_are_seen_and_not_kept(run_psctl: RunPsctl, folder: Path) -> 
         ((*edit, "--strength", "0.5"), "--reference is for images that are drawn from references: give no --mask and"),
         ((*edit[:3], "-r", "64", "--strength", "0.5"), "--resolution is for images that are drawn from references"),
         ((*edit, *(["--reference", folder / "cat.png"] * 9)), "11 references are given, but"),
-        ((*edit, "--parallel", "virtual:2"), "a request with references does not work with --parallel"),
+        ((*edit, "--parallel", "virtual:2"), "--reference does not work with --parallel"),
+        (
+            (*edit[:3], "--cache", "accumulated", "--cache-threshold", "1"),
+            "drawn from references does not work with --cache accumulated: ",
+        ),
         ((*edit[:4], folder / "none.png"), "none.png"),
     ):
         run = run_psctl(*words, "-o", folder / "no.png", **where)

@@ -40,6 +40,8 @@ def drawn(client: openai.OpenAI, request: Request) -> NDArray[np.uint8]:
         found = client.images.edit(image=files, prompt=request.prompt, size=size, extra_body=own)  # type: ignore[call-overload]
     else:
         found = client.images.generate(prompt=request.prompt, size=size, extra_body=own)  # type: ignore[call-overload]
+    assert found.data is not None
+    assert found.data[0].b64_json is not None
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(found.data[0].b64_json))))
 
 

@@ -256,7 +256,7 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if type(pipe).__name__ == "QwenImagePipeline":
         options = {"true_cfg_scale": request.guidance_scale, **options}
         negative = negative or ""  # None disables guidance
-    if isinstance(pipe, FluxKontextPipeline):
+    if type(pipe).__name__ == "FluxKontextPipeline":
         options = {"max_area": request.resolution.pixels, "_auto_resize": False, **options}
     if request.references:
         images = [Image.fromarray(reference.image) for reference in request.references]

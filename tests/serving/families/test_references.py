@@ -104,6 +104,7 @@ def test_recorded_passes_serve_other_references(family: str, order: str) -> None
     assert tape.played > tape.recorded
 
 
+@pytest.mark.slow
 def test_compiled_blocks_take_references() -> None:
     pipe, requests = BUILDS["klein"](), mixed("klein", [3] * 4)
     texts = short_texts(pipe)
@@ -174,7 +175,10 @@ def test_what_a_model_does_not_take_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (EngineOptions(cache=CacheOptions("accumulated", 0.1)), "a request with references does not work with --cache"),
+        (
+            EngineOptions(cache=CacheOptions("accumulated", 0.1, patch_size=2)),
+            "a request with references does not work with --cache",
+        ),
         (EngineOptions("parallel", parallel=ParallelOptions("virtual:2")), "references does not work with --parallel"),
     ],
 )

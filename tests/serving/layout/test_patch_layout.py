@@ -38,6 +38,7 @@ def _by_hand(sizes: Sizes, patch_size: int) -> dict[str, Any]:
         "patch_size": patch_size,
         "order": order,
         "resolutions": tuple(resolutions),
+        "references": ((),) * len(resolutions),
         "resolution_offset": [*resolution_offset, len(sizes)],
         "resolution_patch_offset": [*resolution_patch_offset, len(patch_at)],
         "request_offset": request_offset,

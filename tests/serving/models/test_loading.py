@@ -227,9 +227,9 @@ def test_a_scheduler_that_needs_another_package_is_named(broken_dir: Path) -> No
 
 
 def test_unsupported_pipeline_class(broken_dir: Path) -> None:
-    (broken_dir / "model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
+    (broken_dir / "model_index.json").write_text(json.dumps({"_class_name": "FluxFillPipeline"}))
     with pytest.raises(
-        UsageError, match=r"FluxKontextPipeline .*StableDiffusionXLPipeline, StableDiffusion3Pipeline, Flux"
+        UsageError, match=r"FluxFillPipeline .*StableDiffusionXLPipeline, StableDiffusion3Pipeline, Flux"
     ):
         load_model(str(broken_dir))
 

@@ -75,7 +75,7 @@ def test_repeated_texts_are_not_encoded_again(name: str, monkeypatch: pytest.Mon
     if cached.family.uses_guidance(4.0):
         assert facts["hits"] == num_texts / 4, "the second negative prompt"
 
-    for output in cached.prompts._entries.values():
+    for output in cached.prompts._entries._values.values():
         states = output.get("hidden_states") or ()
         assert len([state for state in states if state is not None]) <= 3, "states that are not read are not kept"
 

@@ -273,9 +273,9 @@ def test_parts_of_images_are_refused(fitted: LatencyPredictor) -> None:
 
 def test_references_count_as_parts_of_an_image(fitted: LatencyPredictor) -> None:
     size = Resolution(128, 128)
-    one, two = (fitted.step_latency_s([size] * count) for count in (1, 2))
-    assert one < fitted.step_latency_s([work_of(size, 1.5)]) < two
-    assert fitted.step_latency_s([work_of(size, 2.0)]) == pytest.approx(two)
+    few, many = (fitted.step_latency_s([size] * count) for count in (4, 12))
+    assert few < fitted.step_latency_s([work_of(size, 2.0)] * 4) < many
+    assert fitted.step_latency_s([work_of(size, 3.0)] * 4) == pytest.approx(many)
 
 
 def test_one_resolution_is_enough() -> None:
