@@ -152,6 +152,8 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                     values |= asdict(value)
                 elif field.name == "edit":
                     assert value is None or request.traced is not None, "pixels do not go into traces"
+                elif field.name == "references":
+                    assert not value, "pixels do not go into traces"
                 elif field.name == "adapters":
                     if value:
                         values["lora"] = adapters_text(value)

@@ -83,11 +83,13 @@ class PatchLayout:
         Raises:
             UsageError: there is no size, a side is not a positive whole number, or the patch size does not divide it.
         """
-        others = references or [()] * len(latent_sizes)
+        others: Sequence[References] = references or [()] * len(latent_sizes)
         given = _checked_sizes(latent_sizes)
         _check_patch_size(patch_size, _checked_sizes([*latent_sizes, *every_size(others)]))
 
-        shapes = [((height, width), own) for (height, width), own in zip(given.tolist(), others, strict=True)]
+        shapes: list[tuple[Size, References]] = [
+            ((height, width), own) for (height, width), own in zip(given.tolist(), others, strict=True)
+        ]
         order = np.array(sorted(range(len(shapes)), key=lambda index: by_size(*shapes[index])), dtype=np.int64)
         shapes = [shapes[index] for index in order]
         firsts = [index for index, shape in enumerate(shapes) if index == 0 or shape != shapes[index - 1]]
