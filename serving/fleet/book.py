@@ -213,7 +213,8 @@ class LoadBook:
 
 
 def _pixel_steps(view: RequestView) -> int:
-    return view.resolution.pixels * (view.num_steps - view.steps_done)
+    seen = view.resolution.pixels * max(1.0, view.active_share)  # of an edit that reads a record, the whole image
+    return round(seen) * (view.num_steps - view.steps_done)
 
 
 BOOKS: dict[str, LoadBook] = {}

@@ -126,7 +126,7 @@ class Metrics(Watcher):
         if ticket.key and ticket.drawn:
             generation, num_drawn = ticket.generation, len(ticket.drawn)
             self._images_of.labels(ticket.key).inc(num_drawn)
-            self._work_of.labels(ticket.key).inc(num_drawn * generation.resolution.pixels * generation.num_steps)
+            self._work_of.labels(ticket.key).inc(num_drawn * generation.pixels_seen * generation.num_steps)
         for record in ticket.records:
             self._ended.labels(record.status).inc()
             size = str(record.resolution)
