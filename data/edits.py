@@ -53,7 +53,7 @@ class Reference:
     def digest(self) -> str:
         """Digest of its pixels and its size."""
         found = hashlib.sha256(str(self.resolution).encode())
-        found.update(np.ascontiguousarray(self.image))
+        found.update(self.image.tobytes())
         return found.hexdigest()
 
 
