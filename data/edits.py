@@ -239,7 +239,7 @@ def active_cells(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> NDArray
 
 
 def _require_rgb(name: str, image: NDArray[Any]) -> None:
-    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
         raise UsageError(f"{name} is {_described(image)}, but it must be (height, width, 3) of uint8")
 
 

@@ -171,7 +171,9 @@ def edit(
     require_seeds(seed, num_images, "images")
     content = read_content(image)
     pixels = read_image(content, str(image))
-    may_change = own_mask(content, str(image)) if mask is None else read_mask(read_content(mask), str(mask))
+    # Transparent parts of references mean nothing.
+    own = None if mask is not None or others else own_mask(content, str(image))
+    may_change = own if mask is None else read_mask(read_content(mask), str(mask))
     needing = [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]
     if may_change is None and needing:
         raise UsageError(f"a mask is missing for {' and '.join(needing)}: give --mask")

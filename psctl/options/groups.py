@@ -200,7 +200,10 @@ MODEL = Flags(
     panel="Changes of the model",
 )
 _PROMPT_CACHE = flag(
-    "--prompt-cache", "Maximum memory for the embeddings of recent texts; 0 encodes every text.", metavar="MB", min=0
+    "--prompt-cache",
+    "Maximum memory for the embeddings of recent texts, and again for recent references; 0 encodes each anew.",
+    metavar="MB",
+    min=0,
 )
 _OFFLOAD = flag(
     "--offload",

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from ...data.resolution import Resolution
@@ -20,6 +20,7 @@ class StepRow:
         computed: number of these for which the model ran; the others reuse its predictions from earlier steps. None:
             all.
         schedule_s: seconds that the policy took since the previous step.
+        pixels: number of pixels of the batch, with those of references; not in the table.
     """
 
     step: int
@@ -30,6 +31,7 @@ class StepRow:
     resolutions: dict[str, int]
     schedule_s: float = 0.0
     computed: dict[str, int] | None = None
+    pixels: int = field(default=0, compare=False)
 
     @classmethod
     def of(
@@ -41,11 +43,15 @@ class StepRow:
         num_waiting: int,
         schedule_s: float = 0.0,
         computed: Sequence[Resolution] | None = None,
+        pixels: int | None = None,
     ) -> Self:
-        """Return the row of a step of `batch`, while `num_waiting` requests had arrived and were not in it."""
+        """Return the row of a step of `batch`, while `num_waiting` requests had arrived and were not in it. Without
+        `pixels`, they are those of the resolutions.
+        """
+        seen = sum(size.pixels for size in batch) if pixels is None else pixels
         resolutions = dict(Counter(map(str, batch)))
         ran = None if computed is None else dict(Counter(map(str, computed)))
-        return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s, ran)
+        return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s, ran, seen)
 
     @property
     def ran(self) -> dict[str, int]:
@@ -54,4 +60,4 @@ class StepRow:
 
     def to_row(self) -> dict[str, Any]:
         """Return a row of the steps table."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}

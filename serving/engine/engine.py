@@ -371,7 +371,8 @@ class Engine:
         ran, forecast = None, self._model.stepper.forecast
         if forecast:
             ran = [each.request.resolution for each in prepared if each.request.request_id not in forecast]
-        row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s, ran)
+        seen, took_s = sum(each.request.pixels_seen for each in prepared), end_s - start_s
+        row = StepRow.of(scheduler.num_steps, start_s, took_s, scheduler.batch, num_waiting, decided_s, ran, seen)
         with self._changed:
             left = scheduler.stepped(end_s, row.duration_s, failures)
         self._reports.queue_call(partial(self.collector.on_step, row), may_lag=True)

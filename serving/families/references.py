@@ -45,18 +45,20 @@ class ReferenceRule:
     def fitted(self, image: "NDArray[np.uint8]", multiple: int) -> "Reference":
         """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels.
 
-        Raises UsageError: a side of the image is smaller than that.
+        Raises UsageError: a side of the image, or of what is left of it at that size, is smaller than that.
         """
         import numpy as np
         from PIL import Image
 
         from ...data.edits import Reference
 
-        height, width = image.shape[:2]
-        if min(height, width) < multiple:
-            least = f"{multiple}x{multiple}"
-            raise UsageError(f"the reference has {width}x{height} pixels, but it must have {least} or more")
-        return Reference(np.asarray(self.fit(Image.fromarray(image), multiple)))
+        fitted = self.fit(Image.fromarray(image), multiple) if min(image.shape[:2]) >= multiple else None
+        if fitted is None or min(fitted.size) < multiple:
+            given, least = f"{image.shape[1]}x{image.shape[0]}", f"{multiple}x{multiple}"
+            raise UsageError(
+                f"the reference has {given} pixels, but it must have {least} or more once it fits the model"
+            )
+        return Reference(np.asarray(fitted))
 
 
 def _trained_size(image: "Image", multiple: int) -> "Image":

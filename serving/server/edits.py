@@ -123,8 +123,8 @@ def _mask_in(image: bytes) -> object:
 def _drawn_from(
     images: Sequence[bytes], fields: Any, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Return the request for a new image, by default of the size of the first reference or, if that has more pixels
-    than images may have, of nearly its proportions. Raises as `parse_edit`.
+    """Return the request for a new image, by default of the served size that is nearest to the first reference. Raises
+    as `parse_edit`.
     """
     rule = model.references
     assert rule is not None
@@ -136,15 +136,20 @@ def _drawn_from(
         _size_of(image, "image", _MOST_REFERENCE_PIXELS)
         references.append(rule.fitted(read_image(image, "image"), model.size_multiple))
     if fields.size == "auto":
-        resolution = _at_most(references[0].resolution, limits.max_pixels, model.size_multiple)
+        resolution = _nearest(references[0].resolution, model.defaults.resolutions)
     else:
         resolution = parse_size(fields.size, model, limits)
     return replace(generation_of(fields, resolution, model, limits, header_slo), references=tuple(references))
 
 
-def _at_most(size: Resolution, most_pixels: int, multiple: int) -> Resolution:
-    factor = min(1.0, math.sqrt(most_pixels / size.pixels))
-    return Resolution(*(max(1, int(side * factor / multiple)) * multiple for side in size))
+def _nearest(size: Resolution, served: Sequence[Resolution]) -> Resolution:
+    """Return the served size of the nearest proportions and, among these, of the nearest number of pixels."""
+
+    def distance(other: Resolution) -> tuple[float, float]:
+        proportions = math.log(other.width / other.height) - math.log(size.width / size.height)
+        return round(abs(proportions), 6), abs(math.log(other.pixels / size.pixels))
+
+    return min(served, key=distance)
 
 
 def _refuse_fields_of_masks(fields: Any) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import PsctlError, RunError, UsageError
 from ...data.requests import Request
-from ...data.resolution import parse
 from ..core.failures import MAX_FAILURES
 from ..core.request_state import RequestRecord
 from ..core.retries import MAX_RESTARTS, RESTARTS_WITHIN_S, Restarts
@@ -377,8 +376,7 @@ class LocalBackend:
             follower.on_end(record, image)
 
     def _on_step_row(self, row: StepRow) -> None:
-        pixels = sum(parse(name).pixels * count for name, count in row.resolutions.items())
-        self._rate.note(pixels, row.duration_s + row.schedule_s)
+        self._rate.note(row.pixels, row.duration_s + row.schedule_s)
         self.on_row(row)
 
 

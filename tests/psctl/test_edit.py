@@ -91,8 +91,8 @@ def test_references_are_seen_and_not_kept(run_psctl: RunPsctl, folder: Path) -> 
         ((*edit[:4], folder / "none.png"), "none.png"),
     ):
         run = run_psctl(*words, "-o", folder / "no.png", **where)
-        assert (run.returncode != 0, len(run.stderr.splitlines()[-1:])) == (True, 1), run.stderr
-        assert message in run.stderr.splitlines()[-1]
+        assert (run.returncode in (1, 2), len(run.stderr.splitlines())) == (True, 1), run.stderr
+        assert message in run.stderr
     run = run_psctl(*edit, "-o", folder / "no.png", PSCTL_MODEL=str(folder / "sdxl"))
     assert run.returncode == 2
     assert run.stderr.endswith("sdxl takes no references\n")

@@ -239,11 +239,13 @@ def _standalone(
 
 def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
     """Return the facts of the model that requests are checked against."""
+    from ...conflicts import conflict_in
     from ...server.protocol import ModelFacts
 
     usual = model.defaults.default_resolution
     if usual not in recipe.sizes:
         usual = max(recipe.sizes, key=lambda size: size.pixels)
+    is_refused = conflict_in(model.options.features | {"--reference": "references"}) is not None
     return ModelFacts(
         recipe.name,
         replace(model.defaults, resolutions=tuple(recipe.sizes), default_resolution=usual),
@@ -251,7 +253,7 @@ def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
         dtype=str(model.dtype).removeprefix("torch."),
         reuses_templates=recipe.templates is not None,
         adapters=() if model.adapters is None else model.adapters.names,
-        references=model.family.geometry.references,
+        references=None if is_refused else model.family.geometry.references,
     )
 
 

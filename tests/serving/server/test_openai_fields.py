@@ -105,7 +105,8 @@ def test_every_openai_field_is_handled(
 
 
 def test_images_without_a_mask_are_references_of_models_that_take_them() -> None:
-    model = replace(MODEL, size_multiple=16, references=CROPPED)
+    sizes = SIZE, Resolution(48, 64), Resolution(192, 256)
+    model = replace(MODEL, defaults=ModelDefaults(4, 4.0, SIZE, sizes), size_multiple=16, references=CROPPED)
 
     def parse(images: list[bytes], **fields: Any) -> Generation:
         parts = [("image[]", image) for image in images]
@@ -114,27 +115,41 @@ def test_images_without_a_mask_are_references_of_models_that_take_them() -> None
     photo, room = file_of(image_of(Resolution(1300, 1000))), file_of(image_of(Resolution(70, 100)))
     found = parse([room, photo], seed="3")
     assert [str(each.resolution) for each in found.references] == ["64x96", "1152x896"]
-    assert (found.resolution, found.edit, found.kind) == (Resolution(64, 96), None, "image_edit")
-    assert found.pixel_steps == 4 * (2 * 64 * 96 + 1152 * 896)
+    assert (found.resolution, found.edit, found.kind) == (Resolution(48, 64), None, "image_edit")
+    assert found.pixel_steps == 4 * (48 * 64 + 64 * 96 + 1152 * 896)
     assert parse([photo], size="64x48").resolution == Resolution(64, 48)
-    few = parse_edit([("image", photo), ("prompt", "a hat")], model, Limits(max_pixels=128 * 128))
-    assert few.resolution == Resolution(144, 112)
+    assert parse([photo]).resolution == SIZE
     assert parse([IMAGE], strength="0.5").edit is not None
     masked = parse([IMAGE], mask=MASK)
     assert (masked.references, masked.edit is None) == ((), False)
-    for images, fields, message in (
-        ([IMAGE] * 2, {"mask": MASK}, "2 images were sent, but one is edited at a time: several are references, with"),
-        ([IMAGE] * 2, {"strength": "0.5"}, "several are references, without a mask and a strength"),
-        ([IMAGE] * 11, {}, "11 images were sent, but tiny takes 10 at most"),
-        ([file_of(image_of(Resolution(8, 64)))], {}, "the reference has 8x64 pixels, but it must have 16x16 or more"),
-        ([IMAGE], {"feather_px": "4"}, "feather_px keeps what is outside a mask, but there is no mask"),
-        ([IMAGE], {"size": "50x48"}, "size is 50x48, but width and height must be multiples of 16"),
-        ([IMAGE[:200]], {}, "image: damaged image"),
+    for images, fields, param, message in (
+        (
+            [IMAGE] * 2,
+            {"mask": MASK},
+            "image",
+            "2 images were sent, but one is edited at a time: several are references, with",
+        ),
+        ([IMAGE] * 2, {"strength": "0.5"}, "image", "several are references, without a mask and a strength"),
+        ([IMAGE] * 11, {}, "image", "11 images were sent, but tiny takes 10 at most"),
+        (
+            [file_of(image_of(Resolution(8, 64)))],
+            {},
+            "image",
+            "the reference has 8x64 pixels, but it must have 16x16 or",
+        ),
+        (
+            [file_of(image_of(Resolution(16, 70_000)))],
+            {},
+            "image",
+            "the reference has 16x70000 pixels, but it must have",
+        ),
+        ([IMAGE], {"feather_px": "4"}, "feather_px", "feather_px keeps what is outside a mask, but there is no mask"),
+        ([IMAGE], {"size": "50x48"}, "size", "size is 50x48, but width and height must be multiples of 16"),
+        ([IMAGE[:200]], {}, "image", "image: damaged image"),
     ):
         with pytest.raises(ApiError, match=message) as caught:
             parse(images, **fields)
-        assert caught.value.status == 400
-        assert caught.value.param in ("image", "feather_px", "size")
+        assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_refused_fields_give_a_reason_and_null_is_ignored() -> None:
