@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..layout.packing import to_device
+from ..layout.device_tables import to_device
 from .cells import CellTables, Integers, window_places
 
 _READ = ("cells", "slots", "rows", "row_of_cell", "around", "context", "num_cells_of_row")

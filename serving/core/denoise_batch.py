@@ -7,7 +7,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ..families.text import join_texts
-from ..layout.packing import Packing, WholeImages, all_to_device
+from ..layout.device_tables import all_to_device
+from ..layout.packing import Packing, WholeImages
 from ..samplers.batched import BatchedSampler, SamplerBatch
 from ..samplers.single import PerRequestBatch, PerRequestSampler
 from .known_area import KnownAreas

@@ -18,7 +18,8 @@ from ..cache.cells import CellTables
 from ..core.adapters import Entries, RowAdapters
 from ..core.attention import Rotary
 from ..core.captured import Pause, Results
-from ..layout.packing import Level, Packing, Tables
+from ..layout.device_tables import Tables
+from ..layout.packing import Level, Packing
 from ..layout.sequences import Sequences
 
 Strategy = Literal["stitch", "regroup"]

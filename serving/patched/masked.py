@@ -29,7 +29,8 @@ from ..cache.slots import NormSlots, TokenSlots
 from ..core.captured import CapturedPasses, PassBatch, Pause, Stacked
 from ..core.prepared import RecordedRow
 from ..layout.bucket import Bucket, rounded_up
-from ..layout.packing import Packing, Tables, pack_rows
+from ..layout.device_tables import Tables
+from ..layout.packing import Packing, pack_rows
 from .context import BatchValues
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..core.captured import PassBatch
-from ..layout.packing import Packing, to_device
+from ..layout.device_tables import to_device
+from ..layout.packing import Packing
 from .context import BatchValues
 
 

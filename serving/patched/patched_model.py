@@ -23,7 +23,8 @@ from ..core.compiled import compile_blocks, running_blocks
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
-from ..layout.packing import Level, Order, Packing, Tables, check_patch_size, pack_rows
+from ..layout.device_tables import Tables
+from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import References, every_size, patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...data.errors import UsageError
-from ..layout.packing import all_to_device
+from ..layout.device_tables import all_to_device
 from .rules import RULES, Columns, terms_of
 from .single import SamplerState, draws_noise
 

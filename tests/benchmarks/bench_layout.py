@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from patchedserve.serving.layout.packing import index_tensors
+from patchedserve.serving.layout.device_tables import index_tensors
 from patchedserve.serving.layout.patch_layout import PatchLayout
 
 MIXES = {

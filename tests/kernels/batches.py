@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from patchedserve.serving.layout.packing import index_tensors
+from patchedserve.serving.layout.device_tables import index_tensors
 from patchedserve.serving.layout.patch_layout import PatchLayout
 
 # (height, width) of every request, and the patch size; together they have every pattern of neighbours.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchedserve.data.errors import MissingExtraError, UsageError
-from patchedserve.serving.layout.packing import index_tensors
+from patchedserve.serving.layout.device_tables import index_tensors
 from patchedserve.serving.layout.patch_layout import DIRECTIONS, PatchLayout, patch_size_of
 from patchedserve.serving.models.build import check_kernels
 

@@ -14,7 +14,7 @@ from patchedserve.kernels.group_norm_stats import group_norm_stats
 from patchedserve.kernels.group_norm_stitch import group_norm_silu_stitch
 from patchedserve.kernels.halo import halo_gather
 from patchedserve.profiling.steps.matrix_peak import matrix_peak
-from patchedserve.serving.layout.packing import index_tensors
+from patchedserve.serving.layout.device_tables import index_tensors
 from patchedserve.serving.layout.patch_layout import PatchLayout
 
 from ..context import Context, Row, Task
