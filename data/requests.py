@@ -1,6 +1,7 @@
 """Requests: a request is one image to generate or to edit. Traces hold requests, and the engine serves them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -29,6 +30,11 @@ def steps_taken(num_inference_steps: int, strength: float) -> int:
     once the request is prepared.
     """
     return max(1, int(num_inference_steps * strength))
+
+
+def pixels_seen(resolution: Resolution, references: "Sequence[Reference]") -> int:
+    """Return the number of pixels that a step computes: those of the image and of its references."""
+    return resolution.pixels + sum(reference.resolution.pixels for reference in references)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +162,8 @@ class Request:
 
     @property
     def pixels_seen(self) -> int:
-        """Number of pixels that a step computes: those of the image and of its references."""
-        return self.resolution.pixels + sum(reference.resolution.pixels for reference in self.references)
+        """Number of pixels that a step computes (`pixels_seen`)."""
+        return pixels_seen(self.resolution, self.references)
 
     @property
     def deadline_s(self) -> float | None:

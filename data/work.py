@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 def work_of(resolution: Resolution, active_share: float = 1.0) -> Resolution | Work:
-    """Return the work on this share of an image. Raises ValueError if the share is not above 0."""
+    """Return the work on this share of an image. Raises ValueError if the share is not above 0 and finite."""
     if not 0 < active_share < math.inf:
         raise ValueError(f"active share is {active_share:g}, but it must be above 0 and finite")
     return resolution if active_share == 1 else Work(*resolution, active_share)

@@ -60,4 +60,4 @@ class StepRow:
 
     def to_row(self) -> dict[str, Any]:
         """Return a row of the steps table."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "pixels"}

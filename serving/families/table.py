@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, Entry] = {
         module="flux",
         model="FluxTransformer2DModel",
         packs=2,
-        settings=lambda _: {"num_inference_steps": 28, "guidance_scale": 3.5},
+        settings=_flux_settings,
         references=KONTEXT,
     ),
     "Flux2Pipeline": Entry(

@@ -137,7 +137,7 @@ class TableLatency:
         distances = np.abs(self._counts - counts).sum(axis=1)
         # Stable, so that ties are broken by the order of the table.
         nearest = np.argsort(distances, kind="stable")[:_NUM_NEIGHBOURS]
-        # With references, a batch may be as far as nothing from another.
+        # With references, a batch may have the same counts as a measured one.
         near = 1 / np.maximum(distances[nearest], _NEAREST)
         factor = float(near @ self._off_line[nearest] / near.sum())
         return self._line(counts) * factor

@@ -5,10 +5,10 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...data.adapters import Adapters
-from ...data.requests import MAX_SEED, Fallback, steps_taken
+from ...data.requests import MAX_SEED, Fallback, pixels_seen, steps_taken
 from ...data.resolution import Resolution
 from .body import shown
 from .errors import invalid
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 GENERATIONS = "/v1/images/generations"
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
+
+
+Kind = Literal["image_generation", "image_edit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Generation:
         adapters: adapters that change the model for these images.
         cache: whether steps may reuse results of earlier steps, if the server has a cache.
         priority: rank among the waiting requests of the same key; lower ones are drawn earlier.
+        references: images that the model sees beside the prompt, until the request has ended.
+        kind: prefix of OpenAI's names of its events.
     """
 
     prompt: str
@@ -57,11 +62,7 @@ class Generation:
     cache: bool = True
     priority: int = 0
     references: "tuple[Reference, ...]" = ()
-
-    @property
-    def kind(self) -> str:
-        """Prefix of OpenAI's names of its events."""
-        return "image_edit" if self.edit is not None or self.references else "image_generation"
+    kind: Kind = "image_generation"
 
     @property
     def num_steps(self) -> int:
@@ -77,7 +78,7 @@ class Generation:
     @property
     def pixels_seen(self) -> int:
         """Number of pixels that a step of an image computes, as `Request.pixels_seen`."""
-        return self.resolution.pixels + sum(reference.resolution.pixels for reference in self.references)
+        return pixels_seen(self.resolution, self.references)
 
 
 def parse_generation(

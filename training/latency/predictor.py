@@ -102,8 +102,9 @@ class LatencyPredictor:
             _cache_prediction(self._outside, key, (ms / 1e3, times > 1, is_between))
         latency_s, is_too_large, is_between = self._outside[key]
         if is_too_large and not self.num_too_large:
+            with_references = " with references" if any(share_of(work) > 1 for work in active) else ""
             self._warn(
-                f"a batch of {len(active)} requests is larger than all that were profiled (at most "
+                f"a batch of {len(active)} requests{with_references} is larger than all that were profiled (at most "
                 f"{self.about.max_batch_size}); its latency is extrapolated"
             )
         if is_between and not self.num_between:
