@@ -192,6 +192,8 @@ class ServedModel:
         """Raise UsageError if the model cannot serve the request: its size, steps, adapters, edit or references."""
         self.check_resolution(request.resolution)
         self.family.geometry.check_references(request, self.name)
+        for reference in request.references:
+            self.check_resolution(reference.resolution)
         if request.references:
             refuse_conflicts(self.options.features | {"--reference": "a request with references"})
         require_adapters(request.adapters, () if self.adapters is None else self.adapters.names)

@@ -78,15 +78,17 @@ def parse_edit(
         raise invalid("image is missing", "image", code="missing_required_parameter")
     image, fields = images[0], kind.read(found)
     try:
-        is_drawn = model.references is not None and mask is None and fields.strength is None
-        if is_drawn and (len(images) > 1 or _mask_in(image) is None):
-            return _drawn_from(images, fields, model, limits, header_slo)
-        if len(images) > 1:
+        takes_several = model.references is not None and mask is None and fields.strength is None
+        if len(images) > 1 and not takes_several:
             reason = "one is edited at a time"
             if model.references is not None:
                 reason += ": several are references, without a mask and a strength"
             raise invalid(f"{len(images)} images were sent, but {reason}", "image")
-        resolution = check_size(_size_of(image, "image", limits.max_pixels), "image", model, limits)
+        most_pixels = _MOST_REFERENCE_PIXELS if takes_several else limits.max_pixels
+        sizes = [_size_of(each, "image", most_pixels) for each in images]
+        if takes_several and (len(images) > 1 or own_mask(image, "image") is None):
+            return _drawn_from(images, sizes[0], fields, model, limits, header_slo)
+        resolution = check_size(sizes[0], "image", model, limits)
         if mask is not None:
             check_size(_size_of(mask, "mask", limits.max_pixels), "mask", model, limits)
         if fields.size not in ("auto", str(resolution)):
@@ -108,38 +110,28 @@ def parse_edit(
             full_steps=fields.full_steps,
             dilate=fields.dilate,
         )
-        return replace(generation, edit=spec)
+        return replace(generation, edit=spec, kind="image_edit")
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and (begin[1] or "image")) from None
 
 
-def _mask_in(image: bytes) -> object:
-    """Return the transparent part of an image file; None if it has none."""
-    _size_of(image, "image", _MOST_REFERENCE_PIXELS)
-    return own_mask(image, "image")
-
-
 def _drawn_from(
-    images: Sequence[bytes], fields: Any, model: ModelFacts, limits: Limits, header_slo: str | None
+    images: Sequence[bytes], first: Resolution, fields: Any, model: ModelFacts, limits: Limits, header_slo: str | None
 ) -> Generation:
-    """Return the request for a new image, by default of the served size that is nearest to the first reference. Raises
-    as `parse_edit`.
+    """Return the request for a new image, by default of the served size that is nearest to `first`, that of the first
+    image. Raises as `parse_edit`.
     """
     rule = model.references
     assert rule is not None
     if len(images) > rule.most:
         raise invalid(f"{len(images)} images were sent, but {model.name} takes {rule.most} at most", "image")
     _refuse_fields_of_masks(fields)
-    references = []
-    for image in images:
-        _size_of(image, "image", _MOST_REFERENCE_PIXELS)
-        references.append(rule.fitted(read_image(image, "image"), model.size_multiple))
-    if fields.size == "auto":
-        resolution = _nearest(references[0].resolution, model.defaults.resolutions)
-    else:
-        resolution = parse_size(fields.size, model, limits)
-    return replace(generation_of(fields, resolution, model, limits, header_slo), references=tuple(references))
+    is_auto = fields.size == "auto"
+    resolution = _nearest(first, model.defaults.resolutions) if is_auto else parse_size(fields.size, model, limits)
+    generation = generation_of(fields, resolution, model, limits, header_slo)
+    references = tuple(rule.fitted(read_image(image, "image"), model.size_multiple) for image in images)
+    return replace(generation, references=references, kind="image_edit")
 
 
 def _nearest(size: Resolution, served: Sequence[Resolution]) -> Resolution:

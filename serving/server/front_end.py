@@ -233,9 +233,10 @@ class FrontEnd:
             media_type = MEDIA_TYPES[ticket.generation.output_format]
             for index, drawn in ticket.drawn.items():
                 self.store.put(f"{ticket.id}-{index}", drawn.content, media_type, ticket.key)
-        self.ended.put(ticket.key, ticket.id, ticket, max(_LEAST_BYTES, ticket.num_bytes))
         for watcher in self.watchers:
             watcher.on_over(ticket)
+        ticket.generation = replace(ticket.generation, references=())  # nothing reads their pixels any more
+        self.ended.put(ticket.key, ticket.id, ticket, max(_LEAST_BYTES, ticket.num_bytes))
 
     def image(self, name: str) -> StoredImage | None:
         """Return a finished image by its name, the ticket's id and the image's index (`ID-0`); None if there is none.

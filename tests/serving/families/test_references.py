@@ -163,6 +163,9 @@ def test_what_a_model_does_not_take_is_refused() -> None:
         model.check_request(replace(request, references=(_A, _B)))
     with pytest.raises(UsageError, match="resolution 40x64: width and height must be multiples of 16 pixels for tiny"):
         model.check_request(replace(request, references=(picture(Resolution(40, 64), 0),)))
+    huge = Reference(np.broadcast_to(np.zeros(3, dtype=np.uint8), (8208, 8192, 3)))
+    with pytest.raises(UsageError, match="resolution 8192x8208: it may have at most 64 times the pixels"):
+        model.check_request(replace(request, references=(huge,)))
     with pytest.raises(UsageError, match="tiny takes no references"):
         build_model(tiny_sdxl(), name="tiny").check_request(replace(request, resolution=Resolution(64, 64)))
     pixels = np.zeros((64, 64, 3), dtype=np.uint8)
