@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +51,7 @@ from ..support.http_server import HttpServer, routing
 from ..support.json_keys import check_result
 from ..support.small_commands import CASCADES, GATE_CODES, PREDICTORS, SCRIPTS, SIZES, THRESHOLDS, TINY
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+from ..support.tools import need_tools
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
@@ -69,6 +71,7 @@ class PageRun:
     models: dict[str, str]
     done: set[tuple[str, ...]] = field(default_factory=set)
     server: HttpServer | None = None
+    lacks_curl: bool = False
 
     def start_server(self, options: list[str]) -> None:
         """Start a server that runs during the rest of a page, as for its readers."""
@@ -265,6 +268,9 @@ def run_command(page_run: PageRun, words: list[str]) -> None:
                         raise AssertionError(f"exit code {left.code}") from left
         case ["curl", *arguments]:
             assert page_run.server is not None, "the page has started no server"
+            if shutil.which("curl") is None:
+                page_run.lacks_curl = True
+                return
             arguments = [_SIZE.sub("64x64", argument) for argument in arguments]
             curl = ["curl", "--silent", "--show-error", "--fail-with-body", *arguments]
             done = subprocess.run(curl, capture_output=True, text=True, check=False)
@@ -307,6 +313,7 @@ def run_block(page_run: PageRun, block: Block) -> None:
     ],
 )
 def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page_run.lacks_curl = False
     try:
         for block in blocks_of(page.read_text()):
             try:
@@ -319,6 +326,8 @@ def test_every_command_of_the_page_runs(page_run: PageRun, page: Path, capsys: p
             capsys.readouterr()
     finally:
         page_run.stop_server()
+    if page_run.lacks_curl:  # all other commands of the page have run
+        need_tools("curl")
 
 
 def test_every_small_command_is_printed() -> None:

@@ -12,6 +12,7 @@ SHARED_FOLDER = "TESTS_SHARED_FOLDER"
 _PACKAGES = {
     "chromium": "chromium",
     "chromedriver": "chromium-driver",
+    "curl": "curl",
     "g++": "g++",
     "gcc": "gcc",
     "mount": "mount",
