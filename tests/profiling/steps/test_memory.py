@@ -84,7 +84,7 @@ def test_folders_without_weights_are_estimated(name: str, tmp_path: Any) -> None
     denoiser = denoiser_of(pipe)
     part = "unet" if hasattr(pipe, "unet") else "transformer"
     assert found["weight_bytes"][part] == 2 * sum(each.numel() for each in denoiser.parameters())
-    assert found["rows_per_request"] == (1 if name in ("flux", "schnell", "flux2", "klein") else 2)
+    assert found["rows_per_request"] == (1 if name in ("flux", "schnell", "kontext", "flux2", "klein") else 2)
     (batch,) = found["batches"]
     assert batch["decode_bytes"] > 64 * 64 * 3 * 2
     if name in ("lumina2", "z-image"):
