@@ -220,14 +220,32 @@ def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:
     return found
 
 
-def active_share(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> float:
+def soft_latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.float32]:
+    """Return how much of each latent may change, (height / factor, width / factor), from 0 to 1: the share of the four
+    pixels around its middle that the mask has, as bilinear interpolation weighs them.
+
+    Raises:
+        UsageError: no latent may change.
+    """
+    height, width = (side // factor for side in mask.shape)
+    middle, tiles = slice(factor // 2 - 1, factor // 2 + 1), mask.reshape(height, factor, width, factor)
+    found = tiles[:, middle, :, middle].mean(axis=(1, 3), dtype=np.float32)
+    if not found.any():
+        raise UsageError(
+            f"the mask is too thin: of no latent, {factor}x{factor} pixels, it has one in the middle; make it wider"
+        )
+    return found
+
+
+def active_share(mask: NDArray[Any], cell: int, dilate: int = 0) -> float:
     """Return the share of active cells (`active_cells`), of `cell` latents on a side."""
     return float(active_cells(mask, cell, dilate).mean())
 
 
-def active_cells(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> NDArray[np.bool_]:
+def active_cells(mask: NDArray[Any], cell: int, dilate: int = 0) -> NDArray[np.bool_]:
     """Return which cells are active, (height / cell, width / cell), both rounded up. A cell is active if it is at most
-    `dilate` cells, straight or diagonally, away from one in which a latent may change; `mask` is of latents.
+    `dilate` cells, straight or diagonally, away from one in which a latent may change; `mask` is of latents, which may
+    change where it is true or not 0.
     """
     height, width = (math.ceil(side / cell) for side in mask.shape)
     padded = np.zeros((height * cell, width * cell), dtype=bool)

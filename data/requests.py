@@ -78,7 +78,8 @@ class Request:
         arrival_s: arrival time, in seconds from the start of the trace.
         slo_s: maximum time from arrival to image, in seconds; None without an SLO.
         edit: the image to start from, and the mask of what may change; None for a new image.
-        references: images that the model sees beside the prompt of a new image, in their order.
+        references: images that the model sees beside the prompt, in their order; of a new image, or of an edit by a
+            mask, which may have its own image among them.
         fallback: whether a cascade may answer with its light model's image, or never.
         traced: the edit as a trace names it; `edit` holds its pixels once they are read.
         adapters: adapters that change the model for this image (`data.adapters`); empty for the unchanged model.
@@ -145,8 +146,8 @@ class Request:
         _require_number("weight", self.weight)
         if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:
             raise UsageError(f"weight is {self.weight:g}, but it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-        if self.references and (self.edit or self.traced):
-            raise UsageError("references are of new images: an edit of a masked or noised image takes none")
+        if self.references and self.edit is not None and (self.edit.is_whole or self.edit.template is not None):
+            raise UsageError("references are of new images and of exact edits by a mask, but this edit is another")
         if self.edit is not None and self.edit.resolution != self.resolution:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"

@@ -54,6 +54,7 @@ CONFLICTS = (
     Conflict("--reuse", "--use-adapter", "records are of the model without adapters"),
     Conflict("--reference", "--parallel", "ranks divide the tokens of drawn images only"),
     Conflict("--reference", "--cache", "it keeps results of drawn images only; --cache schedule works"),
+    Conflict("--reference", "--reuse", "records are of passes that see no references"),
     Conflict("--edit-link-mbps", "--cuda-graphs", "it plans by the times of parts of passes, which are one recording"),
     Conflict("--breakdown", "--cuda-graphs", "it times single modules, which are one recording"),
     Conflict("--breakdown", "--compile", "it times single modules, which are one graph"),

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...data.edits import EditSpec, TemplateSpec, active_share, latent_mask
+from ...data.edits import EditSpec, TemplateSpec, active_share
 from ...data.errors import UsageError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
@@ -222,7 +222,7 @@ def _mask(geometry: Geometry, size: Resolution, share: float, up_to: float, seed
     ratio = share
     while ratio * size.pixels >= 1:
         mask = drawn_mask("box", seed, ratio, size)
-        if active_share(latent_mask(mask, geometry.latent_factor), geometry.cell) <= up_to:
+        if active_share(geometry.mask_weights(mask), geometry.cell) <= up_to:
             return mask
         ratio *= 0.8
     raise UsageError(f"resolution {size} has so few cells that each is more than {up_to:.0%} of the image")

@@ -127,7 +127,7 @@ def edit(
     edits.
 
     FLUX.1 Kontext and FLUX.2 take references: without --mask and --strength, they draw a new image by the instruction
-    in PROMPT, and see IMAGE and every --reference.
+    in PROMPT, and see IMAGE and every --reference. With --mask they redraw this part of IMAGE, and see the same.
 
     Examples:
 
@@ -162,7 +162,7 @@ def edit(
         raise UsageError(f"{', '.join(sorted(TIERS.names()))} are of records: add --reuse")
     others = reference or []
     if others:
-        refuse_conflicts(engine.features | {"--reference": "--reference"})
+        refuse_conflicts(engine.features | {"--reference": "--reference"} | ({"--reuse": "--reuse"} if reuse else {}))
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
@@ -178,16 +178,24 @@ def edit(
     if may_change is None and needing:
         raise UsageError(f"a mask is missing for {' and '.join(needing)}: give --mask")
     rule, spec, references = geometry.references, None, ()
-    if rule is not None and may_change is None and strength is None:
-        refuse_conflicts(engine.features | {"--reference": "an image that is drawn from references"})
-        seen = [pixels, *(read_image(read_content(path), str(path)) for path in others)]
-        references = tuple(rule.fitted(each, geometry.size_multiple) for each in seen)
+    is_redrawn = may_change is None and strength is not None
+    if others and (rule is None or is_redrawn):
+        reason = f"{target.model} takes no references" if rule is None else "give a --mask, or no --strength"
+        raise UsageError(f"--reference is of images that follow others: {reason}")
+    if rule is not None and not reuse and not is_redrawn:
+        refuse_conflicts(engine.features | {"--reference": f"an edit by {target.model}, which sees its image"})
+        references = tuple(
+            rule.fitted(read_image(read_content(path), str(path)), geometry.size_multiple) for path in others
+        )
+    if rule is not None and may_change is None and not is_redrawn:
+        references = rule.fitted(pixels, geometry.size_multiple), *references
         size = references[0].resolution if resolution is None else parse(resolution)
     else:
-        for name, is_given in (("--reference", others), ("--resolution", resolution)):
-            if is_given:
-                reason = f"{target.model} takes no references" if rule is None else "give no --mask and no --strength"
-                raise UsageError(f"{name} is for images that are drawn from references: {reason}")
+        if resolution is not None:
+            reason = f"{target.model} takes no references" if rule is None else "give no --mask and no --strength"
+            raise UsageError(f"--resolution is for images that are drawn from references: {reason}")
+        if rule is not None and not reuse and not is_redrawn:
+            references = rule.beside(pixels, references)
         spec = EditSpec.with_defaults(
             pixels,
             may_change,
@@ -220,10 +228,9 @@ def edit(
         place = target.root.for_model(target.model, str(resolve_device(target.device)))
         TemplateStore(place.templates).require_generation(first, keep)
     paths = image_paths(output, num_images, overwrite=overwrite)
-    if spec is None:
-        facts: dict[str, Any] = {"references": [str(each.resolution) for each in references]}
-    else:
-        facts = {"mask_ratio": spec.mask_ratio, "active_share": geometry.active_share(spec)}
+    facts: dict[str, Any] = {"references": [str(each.resolution) for each in references]} if references else {}
+    if spec is not None:
+        facts |= {"mask_ratio": spec.mask_ratio, "active_share": geometry.active_share(spec)}
         if spec.mask.all() and mask is not None:
             out.note("The mask covers the whole image: nothing of it is kept.")
     draw(

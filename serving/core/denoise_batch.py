@@ -124,7 +124,7 @@ class DenoiseBatch:
         latents, output = (self._packing.unpack(each, index)[None] for each in sampler.last)
         of_latents, of_output = sampler.sampler.x0_factors(prepared.state)
         clean, known = latents * of_latents + output * of_output, prepared.known_area
-        return clean if known is None else torch.where(known.mask, clean, known.clean)
+        return clean if known is None else torch.lerp(known.clean, clean, known.weights)
 
     def outputs(self) -> list[Tensor]:
         """Return the guided prediction of the last step for each request: (channels, height, width)."""

@@ -17,15 +17,9 @@ class KnownAreas:
     """
 
     def __init__(self, requests: Sequence[PreparedRequest], packing: Packing | WholeImages) -> None:
-        everywhere = [torch.ones_like(each.latents[:, :1], dtype=torch.bool) for each in requests]
-        nothing = [torch.zeros_like(each.latents) for each in requests]
-        areas = [
-            each.known_area or KnownArea(mask, zeros, zeros, torch.zeros(each.state.num_steps + 1, 2))
-            for each, mask, zeros in zip(requests, everywhere, nothing, strict=True)
-        ]
+        areas = [each.known_area or KnownArea.nothing(each.latents, each.state.num_steps) for each in requests]
         device = requests[0].latents.device
-        # Kernels that cut images into patches do not support booleans.
-        self._may_change = packing.pack([area.mask[0].float() for area in areas]).bool()
+        self._weights = packing.pack([area.weights[0] for area in areas])
         self._areas, self._packing = areas, packing
         self._next = [each.state.steps_done for each in requests]
         self._has_trajectories = any(area.trajectory is not None for area in areas)
@@ -49,4 +43,5 @@ class KnownAreas:
                 for area, step in zip(self._areas, self._next, strict=True)
             ])  # fmt: skip
         of_clean, of_noise = self._levels.index_select(0, self._rows)[:, :, None, None, None].unbind(1)
-        return torch.where(self._may_change, latents, self._clean * of_clean + self._noise * of_noise)
+        # Exactly the one or the other where the weight is 0 or 1.
+        return torch.lerp(self._clean * of_clean + self._noise * of_noise, latents, self._weights)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...data.requests import Request
 from ..layout.patch_layout import References
@@ -16,7 +18,8 @@ class KnownArea:
     """Area of an image that an edit keeps.
 
     Attributes:
-        mask: (1, 1, h, w) bool, true where latents may change.
+        weights: (1, 1, h, w) float32: how much of each latent may change, from 0 to 1 (`Geometry.mask_weights`).
+        is_touched: (h, w), in the host's memory: which latents may change at all.
         clean: (1, channels, h, w) float32, the latents of the image.
         noise: (1, channels, h, w) float32, the noise added to the image.
         levels: (num_steps + 1, 2) float32 on the CPU: the factors of image and noise before each step and at the end.
@@ -24,11 +27,18 @@ class KnownArea:
             noised image; None to keep the noised image.
     """
 
-    mask: torch.Tensor
+    weights: torch.Tensor
+    is_touched: NDArray[np.bool_]
     clean: torch.Tensor
     noise: torch.Tensor
     levels: torch.Tensor
     trajectory: torch.Tensor | None = None
+
+    @classmethod
+    def nothing(cls, latents: torch.Tensor, num_steps: int) -> Self:
+        """Return the known area of a new image, of which all may change."""
+        zeros, everywhere = torch.zeros_like(latents), np.ones(latents.shape[2:], dtype=bool)
+        return cls(torch.ones_like(latents[:, :1]), everywhere, zeros, zeros, torch.zeros(num_steps + 1, 2))
 
 
 RecordedRow = Mapping[str, torch.Tensor]

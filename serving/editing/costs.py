@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...data.edits import active_share, latent_mask
+from ...data.edits import active_share
 from ...data.errors import UsageError
 from ...data.requests import Request, TracedEdit
 from ...data.resolution import Resolution
@@ -77,7 +77,7 @@ class MaskShares:
                     f"request {request.request_id}: the mask has {mask.shape[1]}x{mask.shape[0]} pixels, but its image "
                     f"{request.resolution}"
                 )
-            self._known[key] = active_share(latent_mask(mask, geometry.latent_factor), geometry.cell)
+            self._known[key] = active_share(geometry.mask_weights(mask), geometry.cell)
         return self._known[key]
 
 

@@ -9,7 +9,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...data.edits import EditSpec, latent_mask
+from ...data.edits import EditSpec
 from ..core.prepared import KnownArea, PreparedRequest
 from ..samplers.single import SamplerState
 
@@ -23,7 +23,7 @@ def begin_edit(
     state: SamplerState,
     generator: torch.Generator,
     *,
-    factor: int,
+    mask: NDArray[np.float32],
     scales_noise: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -38,19 +38,15 @@ def begin_edit(
         encode: maps images (n, 3, height, width) from -1 to 1 to latents, sampled from the autoencoder's posterior.
         state: sampler state of the request, at its first step.
         generator: generator of the request.
-        factor: pixels on a side of a latent.
+        mask: how much of each latent may change, (height, width), as `Geometry.mask_weights`.
         scales_noise: whether pure noise is scaled by the scheduler's `init_noise_sigma`.
         device: device of the model.
         dtype: dtype of the noise.
 
     Returns:
         The first latents (1, channels, height, width), and the area of the image that the edit keeps.
-
-    Raises:
-        UsageError: no latent lies in the mask.
     """
-    mask = latent_mask(edit.mask, factor)
-    may_change = torch.from_numpy(np.ascontiguousarray(mask))[None, None].to(device)
+    weights = torch.from_numpy(mask)[None, None].to(device)
     pixels = pixels_of(edit.image, device)
     own = generator if edit.template is None else torch.Generator("cpu").manual_seed(edit.template.seed)
     clean = encode(pixels, own)
@@ -64,14 +60,14 @@ def begin_edit(
         first = noise
     else:
         drawn = randn_tensor(clean.shape, generator=generator, device=device, dtype=dtype).float()
-        first = torch.where(may_change, drawn, noise)
+        first = torch.where(weights > 0, drawn, noise)
     clean, levels = clean.float(), state.noising()
     if edit.strength < 1 or edit.is_whole:
         of_clean, of_noise = levels[0].tolist()
         latents = clean * of_clean + first * of_noise
     else:
         latents = first * state.scheduler.init_noise_sigma if scales_noise else first
-    return latents, KnownArea(may_change, clean, noise, levels)
+    return latents, KnownArea(weights, mask > 0, clean, noise, levels)
 
 
 def pixels_of(image: NDArray[np.uint8], device: torch.device) -> Tensor:

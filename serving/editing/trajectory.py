@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ...data.edits import EditSpec, latent_mask
+from ...data.edits import EditSpec
 from ..core.prepared import KnownArea, RecordedRow
 from ..samplers.single import SamplerState
 from .records import END, LATENTS, content_of, file_of, read_step
@@ -54,7 +56,7 @@ def begin_on_trajectory(
     state: SamplerState,
     generator: torch.Generator,
     *,
-    factor: int,
+    mask: NDArray[np.float32],
     scales_noise: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, KnownArea]:
@@ -65,15 +67,12 @@ def begin_on_trajectory(
     Args:
         trajectory: (steps + 1, channels, h, w) float32, the generation's latents before each of the edit's steps and at
             the end.
-        edit, state, generator, factor, scales_noise, dtype: arguments of `begin_edit`.
+        edit, state, generator, mask, scales_noise, dtype: arguments of `begin_edit`.
 
     Returns:
         The first latents (1, channels, height, width), and the area of the image that the edit keeps.
-
-    Raises:
-        UsageError: no latent lies in the mask.
     """
-    may_change = torch.from_numpy(latent_mask(edit.mask, factor).copy())[None, None].to(trajectory.device)
+    weights = torch.from_numpy(mask)[None, None].to(trajectory.device)
     clean = trajectory[-1:]
     drawn = randn_tensor(clean.shape, generator=generator, device=clean.device, dtype=dtype).float()
     if edit.strength < 1:
@@ -82,5 +81,5 @@ def begin_on_trajectory(
     else:
         inside = drawn * state.scheduler.init_noise_sigma if scales_noise else drawn
     levels = torch.tensor([[1.0, 0.0]]).repeat(len(trajectory), 1)
-    known = KnownArea(may_change, clean, torch.zeros_like(clean), levels, trajectory)
-    return torch.where(may_change, inside, trajectory[:1]), known
+    known = KnownArea(weights, mask > 0, clean, torch.zeros_like(clean), levels, trajectory)
+    return torch.lerp(trajectory[:1], inside, weights), known

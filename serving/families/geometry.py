@@ -2,12 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ...data.edits import EditSpec, active_share, latent_mask
+from ...data.edits import EditSpec, active_share, latent_mask, soft_latent_mask
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from .references import ReferenceRule
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,7 @@ class Geometry:
             computed or left out as a whole when only a part of an image is computed.
         rounds_steps_up: whether the number of steps of an edit is rounded up; down otherwise.
         references: which references the model takes; None if it takes none.
+        has_soft_masks: whether latents at the edge of a mask change in part (`soft_latent_mask`), or as a whole.
     """
 
     latent_factor: int
@@ -28,6 +34,7 @@ class Geometry:
     cell: int
     rounds_steps_up: bool
     references: ReferenceRule | None = None
+    has_soft_masks: bool = False
 
     @classmethod
     def of_unet(cls, latent_factor: int, num_levels: int) -> "Geometry":
@@ -35,10 +42,17 @@ class Geometry:
         return cls(latent_factor, math.lcm(8, latent_factor), 1 << (num_levels - 1), rounds_steps_up=False)
 
     @classmethod
-    def of_transformer(cls, latent_factor: int, token_side: int, references: ReferenceRule | None = None) -> "Geometry":
+    def of_transformer(
+        cls,
+        latent_factor: int,
+        token_side: int,
+        references: ReferenceRule | None = None,
+        *,
+        has_soft_masks: bool = False,
+    ) -> "Geometry":
         """Geometry of a transformer in which each token represents a square of latents."""
         multiple = latent_factor * token_side
-        return cls(latent_factor, multiple, token_side, rounds_steps_up=True, references=references)
+        return cls(latent_factor, multiple, token_side, True, references, has_soft_masks)
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Return height and width of the latents of an image."""
@@ -102,7 +116,7 @@ class Geometry:
             if request.traced is not None:
                 raise UsageError(f"request {request.request_id} is an edit whose image was not read (with_pixels)")
             return
-        latent_mask(request.edit.mask, self.latent_factor)
+        self.mask_weights(request.edit.mask)
         self.check_strength(request)
         if request.edit.full_steps > (most := request.num_inference_steps - self.first_step(request)):
             raise UsageError(f"full_steps is {request.edit.full_steps}, but the edit takes {most} steps")
@@ -129,4 +143,13 @@ class Geometry:
 
     def active_share(self, edit: EditSpec) -> float:
         """Return the share of the cells that an edit computes if it reads a record."""
-        return active_share(latent_mask(edit.mask, self.latent_factor), self.cell, edit.dilate)
+        return active_share(self.mask_weights(edit.mask), self.cell, edit.dilate)
+
+    def mask_weights(self, mask: "NDArray[np.bool_]") -> "NDArray[np.float32]":
+        """Return how much of each latent of an image may change, (height, width), from 0 to 1, given its mask.
+
+        Raises UsageError if no latent may change.
+        """
+        if self.has_soft_masks:
+            return soft_latent_mask(mask, self.latent_factor)
+        return latent_mask(mask, self.latent_factor).astype("float32")

@@ -48,6 +48,7 @@ def transformer_family(
         pipe.vae_scale_factor * entry.folds,
         token_side(entry, pipe.transformer.config),
         entry.references,
+        has_soft_masks=entry.has_soft_masks,
     )
     return Family(
         geometry=geometry,

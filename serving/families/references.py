@@ -4,7 +4,7 @@ No torch, and nothing heavy at import.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,10 +37,13 @@ class ReferenceRule:
         most: most references of a request.
         fit: brings an image to a size that the model takes, as its pipeline does, given the number of pixels of which
             sides must be multiples.
+        in_place_of_own: whether, in an edit by a mask, given references take the place of the image itself, which is
+            one of its references otherwise.
     """
 
     most: int
     fit: "Callable[[Image, int], Image]"
+    in_place_of_own: bool = False
 
     def fitted(self, image: "NDArray[np.uint8]", multiple: int) -> "Reference":
         """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels.
@@ -59,6 +62,12 @@ class ReferenceRule:
                 f"the reference has {given} pixels, but it must have {least} or more once it fits the model"
             )
         return Reference(np.asarray(fitted))
+
+    def beside(self, image: "NDArray[np.uint8]", others: "Sequence[Reference]") -> "tuple[Reference, ...]":
+        """Return the references of an edit by a mask of this image: (height, width, 3), at its own size, and others."""
+        from ...data.edits import Reference
+
+        return tuple(others) if others and self.in_place_of_own else (Reference(image), *others)
 
 
 def _trained_size(image: "Image", multiple: int) -> "Image":
@@ -82,7 +91,7 @@ def _cropped(image: "Image", multiple: int) -> "Image":
     return image.crop((left, top, left + width, top + height))
 
 
-KONTEXT = ReferenceRule(1, _trained_size)
+KONTEXT = ReferenceRule(1, _trained_size, in_place_of_own=True)
 """The rule of FLUX.1 Kontext."""
 CROPPED = ReferenceRule(10, _cropped)
 """The rule of FLUX.2, whose pipelines set no bound for their number."""

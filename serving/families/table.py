@@ -19,6 +19,7 @@ class Entry:
         folds: side of the square of the autoencoder's latents that the pipeline folds into the channels of one.
         settings: maps the configuration of model and pipeline to default settings, used if `psctl.json` has none.
         references: which references its pipeline takes; None if it takes none.
+        has_soft_masks: as in `geometry.Geometry`.
     """
 
     title: str
@@ -28,6 +29,7 @@ class Entry:
     folds: int = 1
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     references: ReferenceRule | None = None
+    has_soft_masks: bool = False
 
 
 def _klein_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +72,7 @@ FAMILIES: Mapping[str, Entry] = {
         folds=2,
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
         references=CROPPED,
+        has_soft_masks=True,
     ),
     "Flux2KleinPipeline": Entry(
         title="FLUX.2 Klein",
@@ -78,6 +81,7 @@ FAMILIES: Mapping[str, Entry] = {
         folds=2,
         settings=_klein_settings,
         references=CROPPED,
+        has_soft_masks=True,
     ),
     "AuraFlowPipeline": Entry(
         title="AuraFlow",

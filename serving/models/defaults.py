@@ -109,8 +109,12 @@ def read_geometry(model_dir: Path) -> "Geometry":
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
     _, config, entry = _entry_of(model_dir)
     if "patch_size" in config or "all_patch_size" in config:
-        folds, references = (1, None) if entry is None else (entry.folds, entry.references)
-        return Geometry.of_transformer(latent_factor * folds, token_side(entry, config), references)
+        side = token_side(entry, config)
+        if entry is None:
+            return Geometry.of_transformer(latent_factor, side)
+        return Geometry.of_transformer(
+            latent_factor * entry.folds, side, entry.references, has_soft_masks=entry.has_soft_masks
+        )
     return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
 
 

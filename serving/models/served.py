@@ -347,7 +347,7 @@ class ServedModel:
                 edit,
                 state,
                 generator,
-                factor=self.family.geometry.latent_factor,
+                mask=self.family.geometry.mask_weights(edit.mask),
                 scales_noise=self.family.scales_noise,
                 dtype=dtype,
             )
@@ -357,7 +357,7 @@ class ServedModel:
                 self.family.encode,
                 state,
                 generator,
-                factor=self.family.geometry.latent_factor,
+                mask=self.family.geometry.mask_weights(edit.mask),
                 scales_noise=self.family.scales_noise,
                 device=self.device,
                 dtype=dtype,

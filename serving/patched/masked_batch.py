@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...data.edits import active_cells, latent_mask
+from ...data.edits import active_cells
 from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
@@ -170,9 +170,10 @@ class RecordedBatch(_SeparatePasses):
 
 def cells_of(prepared: PreparedRequest, cell: int) -> Booleans:
     """Return which cells of an edit's image are computed, (cells,)."""
-    edit, (height, _) = prepared.request.edit, prepared.size
+    edit, known = prepared.request.edit, prepared.known_area
     assert edit is not None, "only edits have templates"
-    return active_cells(latent_mask(edit.mask, len(edit.mask) // height), cell, edit.dilate).reshape(-1)
+    assert known is not None, "as above"
+    return active_cells(known.is_touched, cell, edit.dilate).reshape(-1)
 
 
 def record(

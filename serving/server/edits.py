@@ -1,6 +1,7 @@
 """Forms of `POST /v1/images/edits`: images, a mask, and fields as text (`fields.edit_fields`). No torch.
 
-For a model that takes references, images without a mask and a strength are references of a new image.
+For a model that takes references, images without a mask and a strength are references of a new image, and further
+images those of an edit by a mask.
 """
 
 import math
@@ -9,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import EditSpec, TemplateSpec, own_mask, read_image, read_mask
+from ...data.edits import EditSpec, Reference, TemplateSpec, own_mask, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
+from ..families.references import ReferenceRule
 from .body import MAX_NAME, Body, shown
 from .errors import invalid, wrong_type
 from .fields import RECORD_FIELDS, ModelFacts, edit_fields, unsupported
@@ -78,17 +82,19 @@ def parse_edit(
         raise invalid("image is missing", "image", code="missing_required_parameter")
     image, fields = images[0], kind.read(found)
     try:
-        takes_several = model.references is not None and mask is None and fields.strength is None
-        if len(images) > 1 and not takes_several:
+        is_drawn = model.references is not None and mask is None and fields.strength is None
+        if len(images) > 1 and (model.references is None or (mask is None and not is_drawn)):
             reason = "one is edited at a time"
             if model.references is not None:
-                reason += ": several are references, without a mask and a strength"
+                reason += ": others are references, with a mask or without a strength"
             raise invalid(f"{len(images)} images were sent, but {reason}", "image")
-        most_pixels = _MOST_REFERENCE_PIXELS if takes_several else limits.max_pixels
-        sizes = [_size_of(each, "image", most_pixels) for each in images]
-        if takes_several and (len(images) > 1 or own_mask(image, "image") is None):
-            return _drawn_from(images, sizes[0], fields, model, limits, header_slo)
-        resolution = check_size(sizes[0], "image", model, limits)
+        most_pixels = _MOST_REFERENCE_PIXELS if is_drawn else limits.max_pixels
+        first = _size_of(image, "image", most_pixels)
+        for other in images[1:]:
+            _size_of(other, "image", _MOST_REFERENCE_PIXELS)
+        if is_drawn and (len(images) > 1 or own_mask(image, "image") is None):
+            return _drawn_from(images, first, fields, model, limits, header_slo)
+        resolution = check_size(first, "image", model, limits)
         if mask is not None:
             check_size(_size_of(mask, "mask", limits.max_pixels), "mask", model, limits)
         if fields.size not in ("auto", str(resolution)):
@@ -110,7 +116,8 @@ def parse_edit(
             full_steps=fields.full_steps,
             dilate=fields.dilate,
         )
-        return replace(generation, edit=spec, kind="image_edit")
+        references = () if may_change is None else _beside(pixels, images[1:], model)
+        return replace(generation, edit=spec, references=references, kind="image_edit")
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and (begin[1] or "image")) from None
@@ -124,14 +131,31 @@ def _drawn_from(
     """
     rule = model.references
     assert rule is not None
-    if len(images) > rule.most:
-        raise invalid(f"{len(images)} images were sent, but {model.name} takes {rule.most} at most", "image")
+    _check_number(len(images), model.name, rule)
     _refuse_fields_of_masks(fields)
     is_auto = fields.size == "auto"
     resolution = _nearest(first, model.defaults.resolutions) if is_auto else parse_size(fields.size, model, limits)
     generation = generation_of(fields, resolution, model, limits, header_slo)
-    references = tuple(rule.fitted(read_image(image, "image"), model.size_multiple) for image in images)
-    return replace(generation, references=references, kind="image_edit")
+    return replace(generation, references=_fitted(images, model, rule), kind="image_edit")
+
+
+def _beside(image: NDArray[np.uint8], others: Sequence[bytes], model: ModelFacts) -> tuple[Reference, ...]:
+    """Return the references of an edit by a mask: those in these files, and its own image (`ReferenceRule.beside`)."""
+    rule = model.references
+    if rule is None:
+        return ()
+    # One that takes the place of the image is no further one.
+    _check_number(max(1, len(others) + (not rule.in_place_of_own)), model.name, rule)
+    return rule.beside(image, _fitted(others, model, rule))
+
+
+def _check_number(number: int, name: str, rule: ReferenceRule) -> None:
+    if number > rule.most:
+        raise invalid(f"the model would see {number} images, but {name} takes {rule.most} at most", "image")
+
+
+def _fitted(images: Sequence[bytes], model: ModelFacts, rule: ReferenceRule) -> tuple[Reference, ...]:
+    return tuple(rule.fitted(read_image(image, "image"), model.size_multiple) for image in images)
 
 
 def _nearest(size: Resolution, served: Sequence[Resolution]) -> Resolution:

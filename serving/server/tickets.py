@@ -128,7 +128,8 @@ class Ticket(Follower):
         """Size of its images, and of what it was drawn from: the image and mask that it edits, or references."""
         edit = self.generation.edit
         given = 0 if edit is None else edit.image.nbytes + edit.mask.nbytes
-        given += sum(reference.image.nbytes for reference in self.generation.references)
+        others = (each.image for each in self.generation.references if edit is None or each.image is not edit.image)
+        given += sum(image.nbytes for image in others)
         return given + sum(len(drawn.content) for drawn in self.drawn.values())
 
     def on_step(self, request_id: int, steps_done: int) -> None:

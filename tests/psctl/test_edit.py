@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from patchedserve.data.edits import EditSpec
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.families import build_family
@@ -79,14 +80,31 @@ def test_references_are_seen_and_not_kept(run_psctl: RunPsctl, folder: Path) -> 
     wide = run_psctl(*edit, "-r", "96x32", "-o", folder / "wide.png", **where)
     assert wide.returncode == 0, wide.stderr
     assert Image.open(folder / "wide.png").size == (96, 32)
+    square, box = image_of(Resolution(64, 64), 3), mask_of(Resolution(64, 64))
+    for name, array in (("square", square), ("box", box.astype(np.uint8) * 255)):
+        Image.fromarray(array).save(folder / f"{name}.png")
+    masked = ("edit", folder / "square.png", "a hat", "--mask", folder / "box.png", *edit[3:], "-o", folder / "m.png")
+    run = run_psctl(*masked, "--json", **where)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["references"] == ["64x64", "96x64"]
+    seen = CROPPED.beside(square, references[1:])
+    request = Request(0, "a hat", Resolution(64, 64), 2, 1.0, edit=EditSpec(square, box), references=seen)
+    expected = np.asarray(plain_edit(tiny_klein(), request, "pil", max_sequence_length=16)).astype(int)
+    found = np.asarray(Image.open(folder / "m.png")).astype(int)
+    assert np.abs(found - expected)[box].max() <= 1
+    assert (found[~box] == square[~box]).all()
     for words, message in (
-        ((*edit, "--strength", "0.5"), "--reference is for images that are drawn from references: give no --mask and"),
+        ((*edit, "--strength", "0.5"), "--reference is of images that follow others: give a --mask, or no --strength"),
         ((*edit[:3], "-r", "64", "--strength", "0.5"), "--resolution is for images that are drawn from references"),
         ((*edit, *(["--reference", folder / "cat.png"] * 9)), "11 references are given, but"),
         ((*edit, "--parallel", "virtual:2"), "--reference does not work with --parallel"),
         (
             (*edit[:3], "--cache", "accumulated", "--cache-threshold", "1"),
-            "drawn from references does not work with --cache accumulated: ",
+            "which sees its image does not work with --cache accumulated: ",
+        ),
+        (
+            (*edit, "--mask", folder / "mask.png", "--reuse"),
+            "--reference does not work with --reuse: records are of passes that see no references",
         ),
         ((*edit[:4], folder / "none.png"), "none.png"),
     ):

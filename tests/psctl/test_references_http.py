@@ -3,6 +3,7 @@
 import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -12,11 +13,12 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from patchedserve.data.edits import EditSpec
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.families.references import CROPPED
 
-from ..support.edits import file_of, image_of
+from ..support.edits import file_of, image_of, mask_of, plain_edit
 from ..support.http_server import HttpServer
 from ..support.tiny_families import tiny_klein
 from ..support.tiny_models import plain_image, save_tiny
@@ -24,18 +26,34 @@ from ..support.tiny_models import plain_image, save_tiny
 pytestmark = pytest.mark.slow
 _TEXT = 16
 IMAGES = [image_of(Resolution(70, 64), 1), image_of(Resolution(96, 64), 2)]
+SQUARE = Resolution(64, 64)
+PHOTO, MASK = image_of(SQUARE, 3), mask_of(SQUARE)
 REFERENCES = tuple(CROPPED.fitted(image, 16) for image in IMAGES)
 REQUESTS = [
     Request(0, "a red hat", Resolution(64, 64), 4, 1.0, seed=3),
     Request(1, "make it night", Resolution(64, 64), 4, 1.0, seed=4, references=REFERENCES[:1]),
     Request(2, "a cat on the sofa", Resolution(96, 32), 4, 1.0, seed=5, references=REFERENCES),
+    Request(
+        3,
+        "a hat",
+        SQUARE,
+        4,
+        1.0,
+        seed=6,
+        edit=EditSpec(PHOTO, MASK),
+        references=CROPPED.beside(PHOTO, REFERENCES[:1]),
+    ),
 ]
 
 
 def drawn(client: openai.OpenAI, request: Request) -> NDArray[np.uint8]:
     own = {"seed": request.seed, "num_inference_steps": 4, "slo": 60}
     size = str(request.resolution)
-    if request.references:
+    if request.edit is not None:
+        files = [("photo.png", file_of(PHOTO)), ("0.png", file_of(IMAGES[0]))]
+        mask = ("mask.png", file_of(MASK))
+        found = client.images.edit(image=files, mask=mask, prompt=request.prompt, size=size, extra_body=own)  # type: ignore[call-overload]
+    elif request.references:
         files = [(f"{place}.png", file_of(image)) for place, image in enumerate(IMAGES[: len(request.references)])]
         found = client.images.edit(image=files, prompt=request.prompt, size=size, extra_body=own)  # type: ignore[call-overload]
     else:
@@ -60,13 +78,15 @@ def test_references_and_drawings_are_served_together(tmp_path: Path) -> None:
         with ThreadPoolExecutor(len(REQUESTS)) as pool:
             found = list(pool.map(lambda request: drawn(client, request), REQUESTS))
         for image, request in zip(found, REQUESTS, strict=True):
-            expected = np.asarray(plain_image(pipe, request, max_sequence_length=_TEXT), dtype=int)
-            assert np.abs(image - expected).max() <= 1, request.request_id
-        form = {"prompt": (None, "a hat"), "mask": ("mask.png", file_of(IMAGES[0]))}
+            of = plain_image if request.edit is None else partial(plain_edit, output_type="pil")
+            expected = np.asarray(of(pipe, request, max_sequence_length=_TEXT), dtype=int)
+            apart = np.abs(image - expected)
+            assert (apart if request.edit is None else apart[MASK]).max() <= 1, request.request_id
+        form = {"prompt": (None, "a hat"), "strength": (None, "0.5")}
         files = [("image[]", ("a.png", file_of(IMAGES[0]))), ("image[]", ("b.png", file_of(IMAGES[1])))]
         answer = httpx.post(f"{server.url}/v1/images/edits", files=[*files, *form.items()])
         assert answer.status_code == 400
-        assert "several are references, without a mask and a strength" in answer.json()["error"]["message"]
+        assert "others are references, with a mask or without a strength" in answer.json()["error"]["message"]
         described = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/images/edits"]["post"]
         properties = described["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
         assert (properties["image"]["type"], properties["image"]["maxItems"]) == ("array", 10)

@@ -11,8 +11,12 @@ from diffusers import (
     ChromaImg2ImgPipeline,
     ChromaInpaintPipeline,
     ChromaPipeline,
+    Flux2KleinInpaintPipeline,
+    Flux2KleinPipeline,
     FluxImg2ImgPipeline,
     FluxInpaintPipeline,
+    FluxKontextInpaintPipeline,
+    FluxKontextPipeline,
     FluxPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
@@ -30,6 +34,8 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 
+from .tiny_models import unpacked
+
 MASKS = ("box", "ellipse", "line", "speckles", "all")
 _INPAINT = {
     "StableDiffusionPipeline": StableDiffusionInpaintPipeline,
@@ -38,9 +44,9 @@ _INPAINT = {
     "FluxPipeline": FluxInpaintPipeline,
     "ChromaPipeline": ChromaInpaintPipeline,
     "ZImagePipeline": ZImageInpaintPipeline,
+    "FluxKontextPipeline": FluxKontextInpaintPipeline,
+    "Flux2KleinPipeline": Flux2KleinInpaintPipeline,
 }
-
-
 _WHOLE = {
     "StableDiffusionPipeline": StableDiffusionImg2ImgPipeline,
     "StableDiffusionXLPipeline": StableDiffusionXLImg2ImgPipeline,
@@ -110,10 +116,17 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **optio
     edit = request.edit
     assert edit is not None
     kinds: dict[str, Any] = _WHOLE if edit.is_whole else _INPAINT
-    inpaint = kinds[type(pipe).__name__](**pipe.components)
+    is_klein = isinstance(pipe, Flux2KleinPipeline)
+    kept: dict[str, Any] = {"is_distilled": pipe.config["is_distilled"]} if is_klein else {}
+    inpaint = kinds[type(pipe).__name__](**pipe.components, **kept)
     inpaint.set_progress_bar_config(disable=True)
-    is_flux = isinstance(pipe, FluxPipeline)
-    own: dict[str, Any] = {} if is_flux else {"negative_prompt": request.negative_prompt}
+    takes_none = isinstance(pipe, FluxPipeline | Flux2KleinPipeline)
+    own: dict[str, Any] = {} if takes_none else {"negative_prompt": request.negative_prompt}
+    if isinstance(pipe, FluxKontextPipeline):
+        own |= {"max_area": request.resolution.pixels, "_auto_resize": False}
+    # The image itself is one that these pipelines see anyway.
+    if others := [each.image for each in request.references if each.image is not edit.image]:
+        own["image_reference"] = Image.fromarray(others[0])
     if isinstance(pipe, ChromaPipeline):
         # diffusers' inpainting reads this setting, which Chroma's configuration lacks.
         pipe.transformer.register_to_config(guidance_embeds=False)
@@ -133,6 +146,4 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **optio
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type=output_type,
     ).images
-    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline):
-        drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
-    return drawn[0]
+    return (unpacked(pipe, drawn, request) if output_type == "latent" else drawn)[0]

@@ -276,21 +276,24 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         output_type=output_type,
         **options,
     ).images
-    if output_type == "latent" and isinstance(
-        pipe, FluxPipeline | FluxKontextPipeline | ChromaPipeline | QwenImagePipeline
-    ):
+    return (unpacked(pipe, drawn, request) if output_type == "latent" else drawn)[0]
+
+
+def unpacked(pipe: Any, drawn: torch.Tensor, request: Any) -> torch.Tensor:
+    """Return the latents of a pipeline, or of one with its parts, in our layout (1, channels, height, width)."""
+    if isinstance(pipe, FluxPipeline | FluxKontextPipeline | ChromaPipeline | QwenImagePipeline):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
-    if output_type == "latent" and type(pipe).__name__ == "QwenImagePipeline":
-        drawn = drawn[:, :, 0]  # the only frame
-    if output_type == "latent" and type(pipe).__name__ == "Flux2Pipeline":
+    if type(pipe).__name__ == "QwenImagePipeline":
+        return drawn[:, :, 0]  # the only frame
+    if type(pipe).__name__ == "Flux2Pipeline":
         height, width = (side // pipe.vae_scale_factor // 2 for side in request.resolution[::-1])
-        drawn = drawn.transpose(1, 2).unflatten(2, (height, width))
-    if output_type == "latent" and type(pipe).__name__ == "Flux2KleinPipeline":
+        return drawn.transpose(1, 2).unflatten(2, (height, width))
+    if type(pipe).__name__ == "Flux2KleinPipeline":
         # The pipeline returns the input of its autoencoder.
         norm = pipe.vae.bn
         scale = torch.sqrt(norm.running_var + norm.eps)
-        drawn = (pipe._patchify_latents(drawn) - norm.running_mean.view(1, -1, 1, 1)) / scale.view(1, -1, 1, 1)
-    return drawn[0]
+        return (pipe._patchify_latents(drawn) - norm.running_mean.view(1, -1, 1, 1)) / scale.view(1, -1, 1, 1)
+    return drawn
 
 
 def largest_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

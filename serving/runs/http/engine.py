@@ -245,7 +245,8 @@ def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
     usual = model.defaults.default_resolution
     if usual not in recipe.sizes:
         usual = max(recipe.sizes, key=lambda size: size.pixels)
-    is_refused = conflict_in(model.options.features | {"--reference": "references"}) is not None
+    reusing = {} if recipe.templates is None else {"--reuse": "--reuse-templates"}
+    is_refused = conflict_in(model.options.features | reusing | {"--reference": "references"}) is not None
     return ModelFacts(
         recipe.name,
         replace(model.defaults, resolutions=tuple(recipe.sizes), default_resolution=usual),

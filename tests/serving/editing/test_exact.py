@@ -195,7 +195,7 @@ def test_latents_outside_the_mask_end_as_those_of_the_image() -> None:
     result, model = drawn(pipe, [request]), build_tiny(pipe)
     known = model.prepare(request).known_area
     assert known is not None
-    outside = ~known.mask.expand_as(known.clean)
+    outside = (known.weights == 0).expand_as(known.clean)
     assert torch.equal(result.latents[0][outside], known.clean[outside])
 
 

@@ -74,7 +74,7 @@ def test_edit_with_the_generated_prompt_equals_the_image(
     prepared = model.prepare(tail)
     assert prepared.template is not None
     known = some(prepared.known_area)
-    outside = ~known.mask.expand_as(known.clean)
+    outside = (known.weights == 0).expand_as(known.clean)
     result = serve(model, [*edits, replace(edits[0], request_id=8, prompt="a dog"), tail])
     for edit in edits:
         assert relative_error([result.latents[edit.request_id]], [latents]) <= 1e-3

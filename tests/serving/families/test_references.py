@@ -27,6 +27,7 @@ from patchedserve.serving.models.defaults import read_geometry
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
+from ...support.edits import edit_request, plain_edit
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, served
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
@@ -83,6 +84,46 @@ def test_requests_join_and_leave(family: str, engine: str) -> None:
     expected = [plain_latents(pipe, request, **texts) for request in requests]
     found = denoised(served(pipe, ENGINES[engine], **texts), requests, joins=[0, 1, 2, 2])
     assert relative_error(found, expected) <= STEPS
+
+
+def with_masks(family: str, num_steps: Sequence[int]) -> list[Request]:
+    """Return `mixed` with edits by masks among them, of images that are references themselves, alone or with others."""
+    drawing, by_one, by_two, _ = mixed(family, num_steps)
+    masked = [
+        edit_request(4, _LARGE, "box", num_steps=num_steps[3], seed=24),
+        edit_request(5, _WIDE, "ellipse", 0.6, num_steps=num_steps[4], guidance_scale=1.0, seed=25),
+        edit_request(6, _SMALL, "speckles", num_steps=num_steps[5], seed=26),
+    ]
+    rule = KONTEXT if family == "kontext" else CROPPED
+    found = []
+    for request, others in zip(masked, ((), (_B,), (_A,)), strict=True):
+        assert request.edit is not None
+        found.append(replace(request, references=rule.beside(request.edit.image, others)))
+    return [drawing, by_one, *found, by_two]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", ["kontext", "klein", "klein-base"])
+def test_edits_by_masks_see_references(family: str, engine: str) -> None:
+    """Beside drawings and edits by reference, with joins and leaves, as the inpainting pipelines draw each alone."""
+    pipe, requests = BUILDS[family](), with_masks(family, [20, 5, 8, 9, 6, 7])
+    texts = short_texts(pipe)
+    expected = [(plain_edit if each.edit else plain_latents)(pipe, each, **texts) for each in requests]
+    found = denoised(served(pipe, ENGINES[engine], **texts), requests, joins=[0, 1, 2, 2, 4, 5])
+    assert relative_error(found, expected) <= STEPS
+
+
+def test_masked_edits_of_dev_are_those_of_its_engines() -> None:
+    """diffusers has no inpainting of FLUX.2 dev, whose edits are as Klein's: the engines agree, the mask holds."""
+    pipe, requests = BUILDS["flux2"](), with_masks("flux2", [6, 5, 8, 9, 6, 7])
+    texts = short_texts(pipe)
+    first, *others = (denoised(served(pipe, options, **texts), requests) for options in ENGINES.values())
+    assert all(relative_error(found, first) <= STEPS for found in others)
+    model = served(pipe, **texts)
+    known = model.prepare(requests[2]).known_area
+    assert known is not None
+    outside = (known.weights == 0).expand_as(known.clean)
+    assert torch.equal(first[2][outside[0]], known.clean[outside])
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
@@ -169,7 +210,7 @@ def test_what_a_model_does_not_take_is_refused() -> None:
     with pytest.raises(UsageError, match="tiny takes no references"):
         build_model(tiny_sdxl(), name="tiny").check_request(replace(request, resolution=Resolution(64, 64)))
     pixels = np.zeros((64, 64, 3), dtype=np.uint8)
-    with pytest.raises(UsageError, match="references are of new images"):
+    with pytest.raises(UsageError, match="references are of new images and of exact edits by a mask"):
         replace(request, edit=EditSpec.of_whole_image(pixels, 0.5))
     with pytest.raises(UsageError, match=r"a reference is .*, but it must be"):
         Reference(pixels[..., 0])

@@ -10,7 +10,7 @@ import pytest
 from typing_extensions import get_type_hints, is_typeddict
 
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.families.references import CROPPED
+from patchedserve.serving.families.references import CROPPED, KONTEXT
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.server.edits import parse_edit
 from patchedserve.serving.server.errors import ApiError
@@ -121,16 +121,18 @@ def test_images_without_a_mask_are_references_of_models_that_take_them() -> None
     assert parse([photo]).resolution == SIZE
     assert parse([IMAGE], strength="0.5").edit is not None
     masked = parse([IMAGE], mask=MASK)
-    assert (masked.references, masked.edit is None) == ((), False)
+    assert masked.edit is not None
+    assert [each.image is masked.edit.image for each in masked.references] == [True]
+    assert [str(each.resolution) for each in parse([IMAGE, photo], mask=MASK).references] == ["64x48", "1152x896"]
+    alone = replace(model, references=KONTEXT)
+    parts = [("image", IMAGE), ("image[]", IMAGE), ("mask", MASK), ("prompt", "a hat")]
+    assert [str(each.resolution) for each in parse_edit(parts, alone, LIMITS).references] == ["1184x880"]
+    with pytest.raises(ApiError, match="the model would see 2 images, but tiny takes 1 at most"):
+        parse_edit([*parts, ("image[]", IMAGE)], alone, LIMITS)
     for images, fields, param, message in (
-        (
-            [IMAGE] * 2,
-            {"mask": MASK},
-            "image",
-            "2 images were sent, but one is edited at a time: several are references, with",
-        ),
-        ([IMAGE] * 2, {"strength": "0.5"}, "image", "several are references, without a mask and a strength"),
-        ([IMAGE] * 11, {}, "image", "11 images were sent, but tiny takes 10 at most"),
+        ([IMAGE] * 2, {"strength": "0.5"}, "image", "others are references, with a mask or without a strength"),
+        ([IMAGE] * 11, {}, "image", "the model would see 11 images, but tiny takes 10 at most"),
+        ([IMAGE] * 11, {"mask": MASK}, "image", "the model would see 11 images, but tiny takes 10 at most"),
         (
             [file_of(image_of(Resolution(8, 64)))],
             {},
