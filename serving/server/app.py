@@ -16,7 +16,7 @@ from .backend import Health
 from .batches.api import batch_routes
 from .batches.store import Batches
 from .edit_processes import EditProcesses
-from .edits import EDITS, read_form
+from .edits import EDITS, read_edit
 from .errors import ApiError, cancelled
 from .fields import MAX_IMAGES, check_model, generation_fields
 from .front_end import FrontEnd
@@ -95,7 +95,7 @@ def make_app(
     )
     async def edit(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        parts = await read_form(request, front_end.limits)
+        parts = await read_edit(request, front_end.limits)
         generation = await _until_disconnect(request, edits.parse(parts, request.headers.get("x-slo-seconds")))
         if generation.edit is not None and generation.edit.template is not None:
             # Records of templates are kept by key: another key must not find out what this one has edited.

@@ -1,4 +1,4 @@
-"""Parses forms with images in processes of their own, with limits that no client's file can exceed.
+"""Parses bodies with images in processes of their own, with limits that no client's file can exceed.
 
 A file of a few megabytes can keep a decoder busy for minutes, and make it take any amount of memory. No torch.
 """
@@ -57,7 +57,7 @@ class EditProcesses:
         await asyncio.get_running_loop().run_in_executor(self._pool, process.start)
         self._idle.append(process)
 
-    async def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation:
+    async def parse(self, parts: Sequence[tuple[str, Part]] | bytes, header_slo: str | None) -> Generation:
         """Run `parse_edit` in a process; cancelling the call kills the process.
 
         Raises:
@@ -110,7 +110,7 @@ class _Process:
         ours.recv()
         return self._started
 
-    def parse(self, parts: Sequence[tuple[str, Part]], header_slo: str | None) -> Generation | ApiError:
+    def parse(self, parts: Sequence[tuple[str, Part]] | bytes, header_slo: str | None) -> Generation | ApiError:
         """Return what `parse_edit` returns or raises.
 
         Raises:
@@ -144,7 +144,7 @@ class _Process:
 
 
 def serve(connection: Connection, model: ModelFacts, limits: Limits, decode_s: int, most_bytes: int) -> None:
-    """Parse the forms that arrive on the connection until it is closed."""
+    """Parse the bodies that arrive on the connection until it is closed."""
     # Denoising steps have priority.
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,9 +1,10 @@
-"""Forms of `POST /v1/images/edits`: images, a mask, and fields as text (`fields.edit_fields`). No torch.
+"""Bodies of `POST /v1/images/edits`: images, a mask, and fields (`fields.edit_fields`), as a form or JSON. No torch.
 
 For a model that takes references, images without a mask and a strength are references of a new image, and further
 images those of an edit by a mask.
 """
 
+import base64
 import math
 import re
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from ..families.references import ReferenceRule
 from .body import MAX_NAME, Body, shown
 from .errors import invalid, wrong_type
 from .fields import RECORD_FIELDS, ModelFacts, edit_fields, unsupported
+from .json_body import parse_object
 from .limits import Limits
 from .protocol import Generation, check_size, generation_of, parse_size
 
@@ -45,15 +47,18 @@ Part = str | bytes
 """A part of a form: text, or the bytes of a file."""
 
 
-async def read_form(request: Request, limits: Limits) -> list[tuple[str, Part]]:
-    """Return the parts of the form in a request, with their names.
+async def read_edit(request: Request, limits: Limits) -> list[tuple[str, Part]] | bytes:
+    """Return the parts of the form in a request, with their names, or its body if it is JSON.
 
     Raises:
-        ApiError: the body is no form (415), or a damaged one (400).
+        ApiError: the body is neither (415), or a damaged form (400).
     """
     content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
-        raise wrong_type(content_type, "a form (Content-Type: multipart/form-data; curl: -F name=value)")
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return await request.body()
+    if kind != "multipart/form-data":
+        raise wrong_type(content_type, "a form (Content-Type: multipart/form-data; curl: -F name=value), or JSON")
     most = limits.max_body_bytes
     try:
         async with request.form(max_files=_MOST_PARTS, max_fields=_MOST_PARTS, max_part_size=most) as form:
@@ -64,19 +69,19 @@ async def read_form(request: Request, limits: Limits) -> list[tuple[str, Part]]:
 
 
 def parse_edit(
-    parts: Sequence[tuple[str, Part]], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
+    parts: Sequence[tuple[str, Part]] | bytes, model: ModelFacts, limits: Limits, *, header_slo: str | None = None
 ) -> Generation:
     """Check an edit, and decode its images and its mask.
 
     Args:
-        parts: parts of the form with their names.
+        parts: parts of the form with their names, or a body of JSON.
         model, limits, header_slo: as for `protocol.parse_generation`.
 
     Raises:
         ApiError: a field is unknown, missing, repeated or not allowed (400), or the model is not served (404).
     """
     kind = edit_fields(model, limits)
-    found, images = _by_name(parts, kind)
+    found, images = _of_json(parts) if isinstance(parts, bytes) else _by_name(parts, kind)
     mask = found.pop("mask", None)
     if not images:
         raise invalid("image is missing", "image", code="missing_required_parameter")
@@ -209,6 +214,46 @@ def _by_name(parts: Sequence[tuple[str, Part]], kind: Body) -> tuple[dict[str, A
             )
         found[name] = kind.from_text(name, part) if isinstance(part, str) else part
     return found, images
+
+
+def _of_json(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the fields of a body of JSON, its mask as a file, and its images. Raises ApiError.
+
+    Images stand in `image` or `images`, one or a list; each is base64 or a data URL, or such an URL as `image_url`.
+    """
+    found = parse_object(body)
+    given = {name: value for name in ("image", "images") if (value := found.pop(name, None)) is not None}
+    if len(given) > 1:
+        raise invalid("image and images are both given, but they say the same thing: give one of them", "images")
+    images = [
+        _content_of(each, name)
+        for name, values in given.items()
+        for each in (values if isinstance(values, list) else [values])
+    ]
+    if len(images) > _MOST_PARTS:
+        raise invalid(f"{len(images)} images were sent, but at most {_MOST_PARTS} are read", "images")
+    if (mask := found.pop("mask", None)) is not None:
+        found["mask"] = _content_of(mask, "mask")
+    return found, images
+
+
+def _content_of(value: Any, name: str) -> bytes:
+    """Return the file that a body of JSON has as text. Raises ApiError."""
+    if isinstance(value, dict):
+        if unknown := [key for key in value if key not in ("image_url", "type")]:
+            raise invalid(f"{name} has {shown(unknown[0])}, but images are sent as image_url, a data URL", name)
+        value = value.get("image_url")
+    if not isinstance(value, str):
+        raise invalid(f"{name} is {shown(value)}, but it must be a data URL or base64", name)
+    if value.startswith(("http:", "https:")):
+        raise invalid(f"{name} is a web address, which is not fetched here: send the image as a data URL", name)
+    kind, comma, content = value.partition(",")
+    if value.startswith("data:") and not (comma and kind.endswith(";base64")):
+        raise invalid(f"{name} is {shown(value)}, but a data URL must begin like data:image/png;base64,", name)
+    try:
+        return base64.b64decode(content if comma else value, validate=True)
+    except ValueError:
+        raise invalid(f"{name} is no valid base64", name) from None
 
 
 def _size_of(content: bytes, name: str, most_pixels: int) -> Resolution:

@@ -49,17 +49,28 @@ def form_of(body: Body, *files: str) -> dict[str, Any]:
 
 
 def edit_form(model: ModelFacts, limits: Limits) -> dict[str, Any]:
-    """Return the form of `POST /v1/images/edits`, for `openapi_extra`. Some clients call the image `image[]`."""
+    """Return the bodies of `POST /v1/images/edits`, for `openapi_extra`: a form, in which some clients call the image
+    `image[]`, and JSON, in which some call it `images`.
+    """
     fields = edit_fields(model, limits)
-    form = form_of(fields, "image", "mask")
-    properties = form["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
-    if model.references is not None:
-        properties["image"] = {"type": "array", "items": properties["image"], "maxItems": model.references.most}
-    if not model.reuses_templates:
-        properties["reuse"] = {"enum": [False]}
-        for name in RECORD_FIELDS:
-            del properties[name]
-    return form
+    form, found = form_of(fields, "image", "mask"), _edit_of_json(fields)
+    contents = form["requestBody"]["content"] | found["requestBody"]["content"]
+    for content in contents.values():
+        properties = content["schema"]["properties"]
+        if model.references is not None:
+            properties["image"] = {"type": "array", "items": properties["image"], "maxItems": model.references.most}
+        if not model.reuses_templates:
+            properties["reuse"] = {"enum": [False]}
+            for name in RECORD_FIELDS:
+                del properties[name]
+    return {"requestBody": {"required": True, "content": contents}}
+
+
+def _edit_of_json(fields: Body) -> dict[str, Any]:
+    file = {"type": "string", "description": "a data URL, or base64", "contentEncoding": "base64"}
+    properties = {"image": file, "mask": file} | fields.schema["properties"]
+    schema = {"type": "object", "required": ["image", *fields.schema["required"]], "properties": properties}
+    return _request_body(schema, "application/json")
 
 
 def query_of(fields: Body) -> dict[str, Any]:

@@ -185,6 +185,39 @@ def test_transparent_pixels_are_editable(client: openai.OpenAI) -> None:
         assert (drawn == wanted).all()
 
 
+def test_bodies_of_json_are_forms(client: openai.OpenAI, http: httpx.Client) -> None:
+    [wanted] = edited(client, **FILES)
+    image, mask = (base64.b64encode(FILES[name]).decode() for name in ("image", "mask"))
+    url = f"data:image/png;base64,{image}"
+    for files in (
+        {"image": image, "mask": mask},
+        {"images": [{"type": "image_url", "image_url": url}], "mask": {"image_url": f"data:image/png;base64,{mask}"}},
+        {"image": [url], "mask": mask, "images": None, "strength": None},
+    ):
+        answer = http.post(EDITS, json={"prompt": "a red hat", **ASK, **files})
+        assert answer.status_code == 200, answer.text
+        assert (picture(answer.json()["data"][0]["b64_json"]) == wanted).all()
+    for files, param, message in (
+        ({"image": "https://example.org/a.png"}, "image", "image is a web address, which is not fetched here"),
+        ({"images": [{"file_id": "file-1"}]}, "images", "images has 'file_id', but images are sent as image_url"),
+        ({"image": image, "images": [image]}, "images", "image and images are both given"),
+        ({"image": url, "mask": 5}, "mask", "mask is 5, but it must be a data URL or base64"),
+        ({"image": "data:image/png,a"}, "image", "a data URL must begin like data:image/png;base64,"),
+        ({"image": "%%%"}, "image", "image is no valid base64"),
+        ({"image": "aGF0"}, "image", "image is no PNG, JPEG or WebP file"),
+        ({"image": [url] * 65}, "images", "65 images were sent, but at most 64 are read"),
+        ({"image": []}, "image", "image is missing"),
+        ({"image": image, "strength": "0.5"}, "strength", "strength is '0.5', but it must be a number"),
+        ({"image": image, "x": 1}, "x", "the field 'x' is unknown"),
+    ):
+        answer = http.post(EDITS, json={"prompt": "a red hat", **files})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert message in error["message"]
+    answer = http.post(EDITS, content=b"{", headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
 def test_edit_is_streamed(client: openai.OpenAI, http: httpx.Client) -> None:
     of_us = {"num_inference_steps": 8, "strength": 0.5, "progress": True}
     stream = client.images.edit(
@@ -258,7 +291,7 @@ def test_invalid_forms_are_refused(http: httpx.Client) -> None:
         assert "\n" not in error["message"]
         assert len(error["message"]) < 250
     others: list[tuple[dict[str, Any], int, str]] = [
-        ({"json": {"prompt": "a red hat"}}, 415, "unsupported_media_type"),
+        ({"json": {"prompt": "a red hat"}}, 400, "missing_required_parameter"),
         ({"data": {"prompt": "a red hat"}}, 415, "unsupported_media_type"),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "invalid_form"),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=a"}}, 400, "invalid_form"),

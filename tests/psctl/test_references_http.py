@@ -87,6 +87,13 @@ def test_references_and_drawings_are_served_together(tmp_path: Path) -> None:
         answer = httpx.post(f"{server.url}/v1/images/edits", files=[*files, *form.items()])
         assert answer.status_code == 400
         assert "others are references, with a mask or without a strength" in answer.json()["error"]["message"]
+        urls = [f"data:image/png;base64,{base64.b64encode(file_of(image)).decode()}" for image in IMAGES]
+        body = {"prompt": "a cat on the sofa", "images": [{"image_url": url} for url in urls], "size": "96x32"}
+        answer = httpx.post(
+            f"{server.url}/v1/images/edits", json={**body, "seed": 5, "num_inference_steps": 4}, timeout=60
+        )
+        again = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))))
+        assert np.abs(again.astype(int) - found[2]).max() <= 1
         described = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/images/edits"]["post"]
         properties = described["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
         assert (properties["image"]["type"], properties["image"]["maxItems"]) == ("array", 10)

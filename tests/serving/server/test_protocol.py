@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.server.edits import read_form
+from patchedserve.serving.server.edits import read_edit
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.json_body import parse_object, read_object
 from patchedserve.serving.server.limits import Limits
@@ -188,7 +188,10 @@ def test_non_object_json_bodies_are_refused(body: bytes) -> None:
     ("read", "wanted"),
     [
         (read_object, "JSON (curl: -H 'Content-Type: application/json')"),
-        (partial(read_form, limits=LIMITS), "a form (Content-Type: multipart/form-data; curl: -F name=value)"),
+        (
+            partial(read_edit, limits=LIMITS),
+            "a form (Content-Type: multipart/form-data; curl: -F name=value), or JSON",
+        ),
     ],
 )
 @pytest.mark.parametrize(
