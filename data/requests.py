@@ -43,24 +43,29 @@ class TracedEdit:
 
     Attributes:
         image: `emoji:NUMBER`, a picture of the emoji data set, or the path of a file.
-        mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a file.
-        mask_ratio: share of the pixels in the mask, above 0 and up to 1.
-        strength: as in `data.edits.EditSpec`.
+        mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a file; "" for a new image of which this image
+            is a reference.
+        mask_ratio: share of the pixels in the mask, above 0 and up to 1; 1 without a mask.
+        strength: as in `data.edits.EditSpec`; 1 without a mask.
+        references: further images that the model sees, named as `image` is.
 
     Raises:
         UsageError: a number is out of its range.
     """
 
     image: str
-    mask: str
-    mask_ratio: float
+    mask: str = ""
+    mask_ratio: float = 1.0
     strength: float = 1.0
+    references: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("mask_ratio", "strength"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
                 raise UsageError(f"{name} is {value!r}, but it must be a number above 0 and up to 1")
+            if value < 1 and not self.mask:
+                raise UsageError(f"{name} is {value!r}, but it is of an edit by a mask, and there is none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Request:
         references: images that the model sees beside the prompt, in their order; of a new image, or of an edit by a
             mask, which may have its own image among them.
         fallback: whether a cascade may answer with its light model's image, or never.
-        traced: the edit as a trace names it; `edit` holds its pixels once they are read.
+        traced: the edit as a trace names it; `edit` and `references` hold its pixels once they are read.
         adapters: adapters that change the model for this image (`data.adapters`); empty for the unchanged model.
         cache: whether steps may reuse the results of earlier ones if the engine has a cache; otherwise the image is
             that of plain diffusers.
@@ -158,8 +163,14 @@ class Request:
         """Number of denoising steps that are taken; fewer than requested if the request starts from a partly noised
         image (`steps_taken`).
         """
-        steps, edit = self.num_inference_steps, self.edit or self.traced
+        steps, edit = self.num_inference_steps, self.edited
         return steps if edit is None else steps_taken(steps, edit.strength)
+
+    @property
+    def edited(self) -> "EditSpec | TracedEdit | None":
+        """The edit that starts from an image, with its pixels if they are read; None for a new image."""
+        traced = self.traced
+        return self.edit or (None if traced is None or not traced.mask else traced)
 
     @property
     def pixels_seen(self) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..checks import require_counts
-from ..edits import EditSpec, read_image, read_mask
+from ..datasets.decode import size_of
+from ..edits import MAX_PIXELS, EditSpec, read_image, read_mask
 from ..errors import UsageError
 from ..records import csv_rows, open_text
 from ..requests import Request, TracedEdit
@@ -137,6 +138,8 @@ class EditDraws:
         num_templates: number of pictures of the emoji data set that are edited.
         skew: template n is requested in proportion to 1 / n ** skew (Zipf); 0 for a uniform distribution.
         strength: strength of every edit.
+        most_references: most images that an edit shows to the model in place of a mask, of which it has at least one;
+            None for edits by masks.
 
     Raises:
         UsageError: a field is out of its range.
@@ -147,11 +150,12 @@ class EditDraws:
     num_templates: int = 20
     skew: float = 1.0
     strength: float = 1.0
+    most_references: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise UsageError(f"share of edits is {self.share:g}, but it must be above 0 and at most 1")
-        require_counts({"number of templates": self.num_templates})
+        require_counts({"number of templates": self.num_templates, "number of references": self.most_references})
         if self.num_templates > _MAX_PICTURES:
             raise UsageError(f"number of templates is {self.num_templates}, but it must be at most {_MAX_PICTURES}")
         if not 0 <= self.skew < math.inf:
@@ -168,29 +172,53 @@ class EditDraws:
         seed = int(rng.integers(2**32))
         if is_edit >= self.share:
             return None
-        index = int(np.searchsorted(thresholds[:-1], template, side="right"))
+        if self.most_references is not None:
+            # Of a generator of their own: other requests of the trace do not depend on their number.
+            more = np.random.default_rng(seed).random(int(ratio * self.most_references))
+            images = [self._picture(thresholds, each) for each in (template, *more)]
+            return TracedEdit(images[0], references=tuple(images[1:]))
         mask = f"{SHAPES[int(shape * len(SHAPES))]}:{seed}"
-        return TracedEdit(f"{_PICTURE}{index}", mask, round(self.ratios.quantile(ratio), 6), self.strength)
+        picture = self._picture(thresholds, template)
+        return TracedEdit(picture, mask, round(self.ratios.quantile(ratio), 6), self.strength)
+
+    def _picture(self, thresholds: NDArray[np.float64], share: float) -> str:
+        return f"{_PICTURE}{np.searchsorted(thresholds[:-1], share, side='right')}"
 
 
-def traced_edit(image: str, mask: str, mask_ratio: float | None, strength: float | None, folder: Path) -> TracedEdit:
+def traced_edit(
+    image: str,
+    mask: str | None,
+    mask_ratio: float | None,
+    strength: float | None,
+    references: Sequence[str],
+    folder: Path,
+) -> TracedEdit:
     """Return the edit of a line of a trace.
 
     Args:
         image: `emoji:NUMBER`, a picture of the data set, or the path of an image.
-        mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a mask.
+        mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a mask; None for a new image that follows the
+            image.
         mask_ratio: ratio of the mask; for a file, None computes it from the file.
         strength: strength of the edit; None for 1.
+        references: further images.
         folder: folder that relative paths start from.
 
     Raises:
         UsageError: a shape has no ratio, a number is invalid, a mask's file cannot be read, or a field is out of its
             range.
     """
-    if image.startswith(_PICTURE):
-        _number_of(image, "image", _MAX_PICTURES)
-    else:
-        image = str((folder / image).absolute())
+    image, *others = (_image_in(folder, name, each) for name, each in (
+        ("image", image), *(("references", each) for each in references)
+    ))  # fmt: skip
+    if mask is None:
+        return TracedEdit(
+            image,
+            "",
+            1.0 if mask_ratio is None else mask_ratio,
+            1.0 if strength is None else strength,
+            tuple(others),
+        )
     if mask.partition(":")[0] in SHAPES and ":" in mask:
         _number_of(mask, "mask", 2**63)
         if mask_ratio is None:
@@ -199,31 +227,47 @@ def traced_edit(image: str, mask: str, mask_ratio: float | None, strength: float
         mask = str((folder / mask).absolute())
         if mask_ratio is None:
             mask_ratio = float(read_mask(_content(mask), mask).mean())
-    return TracedEdit(image, mask, mask_ratio, 1.0 if strength is None else strength)
+    return TracedEdit(image, mask, mask_ratio, 1.0 if strength is None else strength, tuple(others))
+
+
+def _image_in(folder: Path, name: str, image: str) -> str:
+    if image.startswith(_PICTURE):
+        _number_of(image, name, _MAX_PICTURES)
+        return image
+    return str((folder / image).absolute())
 
 
 def with_pixels(request: Request) -> Request:
-    """Return the request with the image and the mask that its trace names; a request for a new image is unchanged.
+    """Return the request with the image and the mask that its trace names; a request without a mask is unchanged.
 
     Raises:
         UsageError: a file cannot be read, or image, mask and resolution do not fit.
         RunError: a picture of the data set cannot be drawn, because resvg is not installed.
     """
     traced = request.traced
-    if traced is None:
+    if traced is None or not traced.mask:
         return request
-    image = _image_of(traced.image, request.resolution)
+    image = image_of(traced.image, request.resolution)
     return replace(request, edit=EditSpec(image, mask_of(request), traced.strength))
 
 
 @lru_cache(maxsize=256)
-def _image_of(name: str, resolution: Resolution) -> NDArray[np.uint8]:
+def image_of(name: str, resolution: Resolution) -> NDArray[np.uint8]:
+    """Return the pixels (height, width, 3) of an image of a trace; a picture of the data set has this resolution.
+
+    Raises as `with_pixels`.
+    """
     if not name.startswith(_PICTURE):
         return read_image(_content(name), name)
     from ..emoji.dataset import EmojiDataset
 
     index = _number_of(name, "image", _MAX_PICTURES)
     return np.asarray(EmojiDataset(resolution, index + 1).image(index).convert("RGB"))
+
+
+def size_of_image(name: str, resolution: Resolution) -> Resolution:
+    """Return the size of what `image_of` returns. Raises UsageError if the file cannot be read."""
+    return resolution if name.startswith(_PICTURE) else Resolution(*size_of(_content(name), name, MAX_PIXELS))
 
 
 def mask_of(request: Request) -> NDArray[np.bool_]:

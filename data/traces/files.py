@@ -4,7 +4,7 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -36,17 +36,22 @@ Whole = Annotated[int, BeforeValidator(not_bool)]
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value), value)), Strict()]
 """A boolean, also as CSV files write it."""
+Names = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(lambda value: tuple(value.split(";")) if isinstance(value, str) else value),
+]
+"""Several names: a list, or text with semicolons between them, as CSV files write it."""
 Adapting = Annotated[Adapters, PlainValidator(lambda value: read_adapters(value))]
 
 
 class TraceLine(TypedDict, total=False):
     """Fields of a line; numbers may also be text, because CSV has nothing else.
 
-    arrival_s and timestamp (seconds) are synonyms, as are slo_s and slo_ms, and width with height and resolution (text,
-    as "128x192"). num_frames must be 1, because only images are served. image, mask, mask_ratio and strength belong to
-    edits. lora names adapters (`read_adapters`). cache is whether steps may reuse the results of earlier ones,
-    yields whether a request takes no steps while others wait. priority ranks the waiting requests of one owner; lower
-    ones are admitted earlier. weight is the part of its owner in the batch, relative to other owners.
+    arrival_s and timestamp (seconds) are synonyms, as slo_s and slo_ms are, and width with height and resolution (text,
+    as "128x192"). num_frames must be 1, because only images are served. image, mask, references, mask_ratio and
+    strength belong to edits. lora names adapters (`read_adapters`). cache is whether steps may reuse the results of
+    earlier ones, yields whether a request takes no steps while others wait. priority ranks the waiting requests of one
+    owner; lower ones are admitted earlier. weight is the part of its owner in the batch, relative to other owners.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -67,6 +72,7 @@ class TraceLine(TypedDict, total=False):
     fallback: Text
     image: Text
     mask: Text
+    references: Names
     mask_ratio: Number
     strength: Number
     lora: Adapting
@@ -80,7 +86,7 @@ class TraceLine(TypedDict, total=False):
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
 _USUAL = {"fallback": "light", "cache": True, "yields": False, "owner": "", "priority": 0, "weight": 1.0}
 """Defaults of fields that a line omits."""
-_OF_EDITS = ("image", "mask", "mask_ratio", "strength")
+_OF_EDITS = ("image", "mask", "mask_ratio", "strength", "references")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"
 _KINDS = {"int": "a whole number", "float": "a finite number", "string": "text", "bool": "true or false"}
 _adapter = TypeAdapter(TraceLine)
@@ -149,11 +155,13 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                 if isinstance(value, Resolution):
                     values |= value._asdict()
                 elif isinstance(value, TracedEdit):
-                    values |= asdict(value)
+                    by_mask = {"mask": value.mask, "mask_ratio": value.mask_ratio, "strength": value.strength}
+                    values |= {"image": value.image} | (by_mask if value.mask else {})
+                    values |= {"references": value.references} if value.references else {}
                 elif field.name == "edit":
                     assert value is None or request.traced is not None, "pixels do not go into traces"
                 elif field.name == "references":
-                    assert not value, "pixels do not go into traces"
+                    assert not value or request.traced is not None, "pixels do not go into traces"
                 elif field.name == "adapters":
                     if value:
                         values["lora"] = adapters_text(value)
@@ -185,10 +193,10 @@ def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults,
     if "lora" in changes:
         changes["adapters"] = changes.pop("lora")
     if any(name in changes for name in _OF_EDITS):
-        if missing := [name for name in ("image", "mask") if name not in changes]:
-            raise UsageError(f"{missing[0]} is missing, but edits need both image and mask")
-        image, mask, ratio, strength = (changes.pop(name, None) for name in _OF_EDITS)
-        changes["traced"] = traced_edit(image, mask, ratio, strength, folder)
+        if "image" not in changes:
+            raise UsageError("image is missing, but edits need one")
+        image, mask, ratio, strength, references = (changes.pop(name, None) for name in _OF_EDITS)
+        changes["traced"] = traced_edit(image, mask, ratio, strength, references or (), folder)
     return replace(drawn, **changes)
 
 

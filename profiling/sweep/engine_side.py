@@ -138,7 +138,7 @@ class EngineSide:
             missing,
             self._workspace.tables,
             remeasure=True,
-            on_measure=lambda shape: self._on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+            on_measure=lambda shape: self._on_note(f"Measuring {shape.in_words} alone on plain diffusers ..."),
             on_doubt=self._on_note,
         )
         options = [served.options.cache for served in self._by_cache.values()]

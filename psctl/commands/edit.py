@@ -184,18 +184,14 @@ def edit(
         raise UsageError(f"--reference is of images that follow others: {reason}")
     if rule is not None and not reuse and not is_redrawn:
         refuse_conflicts(engine.features | {"--reference": f"an edit by {target.model}, which sees its image"})
-        references = tuple(
-            rule.fitted(read_image(read_content(path), str(path)), geometry.size_multiple) for path in others
-        )
+        seen = [read_image(read_content(path), str(path)) for path in others]
+        references = rule.seen(pixels, seen, geometry.size_multiple, is_masked=may_change is not None)
     if rule is not None and may_change is None and not is_redrawn:
-        references = rule.fitted(pixels, geometry.size_multiple), *references
         size = references[0].resolution if resolution is None else parse(resolution)
     else:
         if resolution is not None:
             reason = f"{target.model} takes no references" if rule is None else "give no --mask and no --strength"
             raise UsageError(f"--resolution is for images that are drawn from references: {reason}")
-        if rule is not None and not reuse and not is_redrawn:
-            references = rule.beside(pixels, references)
         spec = EditSpec.with_defaults(
             pixels,
             may_change,

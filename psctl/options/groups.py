@@ -346,6 +346,11 @@ EDITS = Flags(
             "power. Default: 1.",
         ),
         "strength": flag("--edit-strength", "Edits: share of the steps that are taken. Default: 1."),
+        "references": flag(
+            "--edit-references",
+            "Edits: new images that follow 1 to N images, of models that take references, in place of masks.",
+            metavar="N",
+        ),
     },
     panel="Edits of the trace (--edits)",
 )

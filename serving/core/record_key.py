@@ -49,7 +49,8 @@ class RecordKey:
         edit, scale = request.edit, request.guidance_scale
         shared = request.resolution, request.num_inference_steps, scale > 1
         if edit is None:
-            return None if request.traced is None else cls(request.traced.image, *shared)
+            traced = request.traced
+            return None if traced is None or not traced.mask else cls(traced.image, *shared)
         if (template := edit.template) is None:
             return None
         image = hashlib.sha256(edit.image.tobytes()).hexdigest()

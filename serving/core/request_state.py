@@ -133,7 +133,7 @@ class RequestRecord:
     @classmethod
     def of(cls, request: Request) -> Self:
         """Return a pending record of `request`, in which the only time is its arrival."""
-        edit = request.edit or request.traced
+        edit = request.edited
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,

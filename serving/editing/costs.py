@@ -61,7 +61,7 @@ class MaskShares:
 
         Raises UsageError: the mask cannot be read, the mask does not fit the image, or the edit takes no step.
         """
-        geometry, edit = self._geometry, request.edit or request.traced
+        geometry, edit = self._geometry, request.edited
         if edit is None or not geometry.has_record(request):
             return 1.0
         geometry.check_strength(request)

@@ -63,7 +63,7 @@ class Geometry:
 
         A request whose share of the steps is less than one step skips all of them.
         """
-        edit = request.edit or request.traced
+        edit = request.edited
         if edit is None:
             return 0
         steps, wanted = request.num_inference_steps, request.num_inference_steps * edit.strength
@@ -113,7 +113,7 @@ class Geometry:
         pixels.
         """
         if request.edit is None:
-            if request.traced is not None:
+            if request.traced is not None and request.traced.mask:
                 raise UsageError(f"request {request.request_id} is an edit whose image was not read (with_pixels)")
             return
         self.mask_weights(request.edit.mask)
@@ -123,7 +123,7 @@ class Geometry:
 
     def check_strength(self, request: Request) -> None:
         """Raise UsageError if the strength of a request is too small for even one step."""
-        steps, edit = request.num_inference_steps, request.edit or request.traced
+        steps, edit = request.num_inference_steps, request.edited
         if edit is not None and self.first_step(request) >= steps:
             least = math.ceil(1000 / steps) / 1000
             raise UsageError(f"strength is {edit.strength:g}, but with {steps} steps it must be at least {least}")
@@ -131,11 +131,16 @@ class Geometry:
     def has_record(self, request: Request) -> bool:
         """Return whether there can be a record for a request.
 
-        There is none for an edit without a template; with adapters, because records are of the model without adapters;
-        of a size that is not a multiple of cells; or that takes all steps from a partly noised image.
+        There is none for an edit without a template; with adapters or references, because records are of passes without
+        them; of a size that is not a multiple of cells; or that takes all steps from a partly noised image.
         """
-        edit = request.edit or request.traced
-        if edit is None or request.adapters or (isinstance(edit, EditSpec) and edit.template is None):
+        edit = request.edited
+        if (
+            edit is None
+            or request.adapters
+            or request.references
+            or (isinstance(edit, EditSpec) and edit.template is None)
+        ):
             return False
         if any(side % self.cell for side in self.latent_size(request.resolution)):
             return False

@@ -63,6 +63,16 @@ class ReferenceRule:
             )
         return Reference(np.asarray(fitted))
 
+    def seen(
+        self, image: "NDArray[np.uint8]", others: "Sequence[NDArray[np.uint8]]", multiple: int, *, is_masked: bool
+    ) -> "tuple[Reference, ...]":
+        """Return the references of a request that follows these images, or edits the first one by a mask.
+
+        Raises as `fitted`.
+        """
+        fitted = tuple(self.fitted(each, multiple) for each in others)
+        return self.beside(image, fitted) if is_masked else (self.fitted(image, multiple), *fitted)
+
     def beside(self, image: "NDArray[np.uint8]", others: "Sequence[Reference]") -> "tuple[Reference, ...]":
         """Return the references of an edit by a mask of this image: (height, width, 3), at its own size, and others."""
         from ...data.edits import Reference

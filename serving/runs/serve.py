@@ -100,7 +100,7 @@ class ServePlan:
         latency = None
         if self.predictor is not None:
             latency = latencies_of_file(self.predictor, self.max_batch_size, on_warning=on_warning)
-        requests = draw_requests(self.trace, model_defaults(model), geometry=lambda: model_geometry(model))
+        requests = draw_requests(self.trace, model_defaults(model), geometry=lambda: model_geometry(model), name=model)
         check_slo_scale(self.slo_scale)
         return ReadyTrace(self, requests, latency)
 
@@ -226,7 +226,7 @@ def run_serve(
         unmeasured,
         workspace.tables,
         remeasure=plan.remeasure,
-        on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+        on_measure=lambda shape: on_note(f"Measuring {shape.in_words} alone on plain diffusers ..."),
         on_doubt=on_warning,
     )
     requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], plan.slo_scale)
@@ -257,7 +257,7 @@ def run_serve(
     summary |= engine_figures(result)
     summary |= optional_figures(model, predictor, outside_before)
     summary["standalone_latency"] = {
-        f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
+        f"{shape.in_words}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
     if doubts := doubtful_alone(result.records, checked):
         summary["standalone_times_served"] = doubts
@@ -268,7 +268,7 @@ def run_serve(
     served_s = exact_s(model, checked, result.records)
     for shape, known_s in doubt_standalone(model, workspace.tables, served_s).items():
         on_warning(
-            f"{shape.resolution} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "
+            f"{shape.in_words} was served in {served_s[shape]:.3g} s, but had taken {known_s:.3g} s alone: the next "
             "run measures that again"
         )
     correction = predictor if isinstance(predictor, OnlineCorrection) else None

@@ -56,6 +56,12 @@ class RequestShape:
     resolution: Resolution
     num_inference_steps: int
     is_guided: bool
+    references: tuple[Resolution, ...] = ()
+
+    @property
+    def in_words(self) -> str:
+        """Its sizes, as messages name them."""
+        return " beside ".join(map(str, (self.resolution, *self.references)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,8 @@ class StandaloneMeasurement:
 def shape_of(model: "ServedModel", request: Request) -> RequestShape:
     """Return the shape of a request as this model serves it; an edit counts as a new image with its number of steps."""
     is_guided = model.family.uses_guidance(request.guidance_scale)
-    return RequestShape(request.resolution, request.num_steps, is_guided)
+    references = tuple(reference.resolution for reference in request.references)
+    return RequestShape(request.resolution, request.num_steps, is_guided, references)
 
 
 def standalone_latencies(
@@ -149,7 +156,8 @@ def standalone_latencies(
     is_quiet: bool | None = None
     start_s = time.monotonic()
     for shape in sorted(
-        examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
+        examples,
+        key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps, shape.references),
     ):
         key = _key_of(context, shape)
         if key in known and known[key].doubt is not None and is_quiet is None:
@@ -170,7 +178,7 @@ def standalone_latencies(
             _write(path, known)
         latencies[shape] = known[key].latency_s
         if (doubt := known[key].doubt) is not None:
-            on_doubt(f"the standalone latency of {shape.resolution} may be too long, and with it SLOs: {doubt}")
+            on_doubt(f"the standalone latency of {shape.in_words} may be too long, and with it SLOs: {doubt}")
     return latencies
 
 
@@ -278,7 +286,10 @@ def context_key(model: "ServedModel") -> dict[str, Any]:
 
 
 def _key_of(context: dict[str, Any], shape: RequestShape) -> str:
-    return _encode(context | asdict(shape) | {"resolution": str(shape.resolution)})
+    own = asdict(shape) | {"resolution": str(shape.resolution), "references": [str(size) for size in shape.references]}
+    if not shape.references:
+        del own["references"]  # as in tables of earlier versions
+    return _encode(context | own)
 
 
 def _encode(key: dict[str, Any]) -> str:

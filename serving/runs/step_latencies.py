@@ -164,15 +164,17 @@ def edit_profile_for_simulation(
     on_note: Notify,
 ) -> Path | None:
     """Return the profile for a simulation of edits: the given one, or else the workspace's newest of the model on any
-    device, which `on_note` names. None for a trace without edits.
+    device, which `on_note` names. None for a trace without edits that can read records.
 
     Raises:
-        UsageError: there is no profile, a profile is given for a trace without edits, or the system's engine reads no
-            records.
+        UsageError: there is no profile, a profile is given for a trace without such edits, or the system's engine reads
+            no records.
     """
-    if all(request.traced is None for request in requests):
+    if all(request.edited is None or request.references for request in requests):
         if given is not None:
-            raise UsageError("--edit-profile is of edits, and the trace has none: add --edits, or leave it out")
+            raise UsageError(
+                "--edit-profile is of edits, and the trace has none that read records: add --edits, or leave it out"
+            )
         return None
     if system.engine != "patched":
         raise UsageError(f"edits read records on the patched engine only, and {system.name} runs on {system.engine}")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ from ..models.defaults import ModelDefaults
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ...data.edits import Reference
     from ...data.traces.curves import Curve
     from ...data.traces.edits import EditDraws
     from ...data.traces.recordings import Recording
@@ -35,6 +40,7 @@ class TraceEditSettings:
         mask_ratios: name of a published distribution, or a CSV file of ratios (`data.traces.edits.read_mask_ratios`);
             None for `production`.
         templates, template_skew, strength: as in `data.traces.edits.EditDraws`; None for its defaults.
+        references: most images that an edit shows to the model in place of a mask; None for edits by masks.
     """
 
     share: float = 0.0
@@ -42,6 +48,7 @@ class TraceEditSettings:
     templates: int | None = None
     template_skew: float | None = None
     strength: float | None = None
+    references: int | None = None
 
     def to_draws(self) -> "EditDraws | None":
         """Return how edits are drawn; None if there are none. Raises UsageError if a setting is given without a share,
@@ -49,12 +56,22 @@ class TraceEditSettings:
         """
         from ...data.traces.edits import EditDraws, read_mask_ratios
 
-        given = {"num_templates": self.templates, "skew": self.template_skew, "strength": self.strength}
+        by_mask = {"--mask-ratios": self.mask_ratios, "--edit-strength": self.strength}
+        given = {
+            "num_templates": self.templates,
+            "skew": self.template_skew,
+            "strength": self.strength,
+            "most_references": self.references,
+        }
         given = {name: value for name, value in given.items() if value is not None}
         if not self.share:
             if given or self.mask_ratios is not None:
                 raise UsageError("mask ratios, templates and their skew are of edits, and there are none: add --edits")
             return None
+        if self.references is not None:
+            for name, value in by_mask.items():
+                if value is not None:
+                    raise UsageError(f"{name} is {value}, but it is of edits by masks, not by --edit-references")
         if not 0 < self.share <= 1:
             raise UsageError(f"--edits is {self.share:g}, but it must be a share of the requests, from 0 to 1")
         return EditDraws(self.share, read_mask_ratios(self.mask_ratios or "production"), **given)
@@ -139,7 +156,11 @@ class TraceSettings:
 
 
 def draw_requests(
-    settings: TraceSettings, defaults: ModelDefaults, *, geometry: "Callable[[], Geometry] | None" = None
+    settings: TraceSettings,
+    defaults: ModelDefaults,
+    *,
+    geometry: "Callable[[], Geometry] | None" = None,
+    name: str = "the model",
 ) -> list[Request]:
     """Draw or read the trace.
 
@@ -148,6 +169,7 @@ def draw_requests(
         defaults: defaults of the model.
         geometry: returns the geometry that edits must fit, whose images and masks are then read; None if the trace may
             not contain edits.
+        name: name of the model.
 
     Raises:
         UsageError: if a setting is out of its range or a file is malformed (file and line are named), or an edit does
@@ -162,12 +184,65 @@ def draw_requests(
             f"request {traced.request_id} of the trace is an edit, and only psctl serve and simulate take those, "
             "without a cascade"
         )
-    from ...data.traces.edits import with_pixels
+    from ...data.traces.edits import image_of, with_pixels
 
-    known, requests = geometry(), list(map(with_pixels, requests))
+    known = geometry()
+    requests = list(map(with_pixels, with_references(requests, known, name, image_of)))
     for request in requests:
         known.check_edit(request)
     return requests
+
+
+def with_references(
+    requests: "Sequence[Request]",
+    geometry: "Geometry",
+    name: str,
+    image_of: "Callable[[str, Resolution], NDArray[np.uint8]]",
+) -> list[Request]:
+    """Return the requests of a trace with the images that they show to the model.
+
+    Args:
+        requests: requests of a trace.
+        geometry, name: geometry and name of the model.
+        image_of: reads an image that the trace names, for a request of this resolution.
+
+    Raises:
+        UsageError: the model does not take the references, or a file cannot be read.
+    """
+    rule, multiple = geometry.references, geometry.size_multiple
+
+    @cache
+    def fitted(image: str, resolution: Resolution) -> "Reference":
+        assert rule is not None
+        return rule.fitted(image_of(image, resolution), multiple)
+
+    def seen_by(request: Request) -> "tuple[Reference, ...]":
+        traced, size = request.traced, request.resolution
+        if traced is None or (rule is None and traced.mask and not traced.references):
+            return ()
+        if rule is None:
+            raise UsageError(f"request {request.request_id} is drawn from references, but {name} takes none")
+        others = tuple(fitted(image, size) for image in traced.references)
+        if traced.mask:
+            return rule.beside(image_of(traced.image, size), others)
+        return fitted(traced.image, size), *others
+
+    found = [replace(request, references=seen_by(request)) for request in requests]
+    for request in found:
+        geometry.check_references(request, name)
+    return found
+
+
+def blank_image(image: str, resolution: Resolution) -> "NDArray[np.uint8]":
+    """Return a black image of the size of an image that a trace names, for what depends on sizes alone. Raises
+    UsageError if a file cannot be read.
+    """
+    import numpy as np
+
+    from ...data.traces.edits import size_of_image
+
+    width, height = size_of_image(image, resolution)
+    return np.broadcast_to(np.uint8(0), (height, width, 3))
 
 
 def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:

@@ -141,7 +141,9 @@ def _drawn_from(
     is_auto = fields.size == "auto"
     resolution = _nearest(first, model.defaults.resolutions) if is_auto else parse_size(fields.size, model, limits)
     generation = generation_of(fields, resolution, model, limits, header_slo)
-    return replace(generation, references=_fitted(images, model, rule), kind="image_edit")
+    pixels = [read_image(image, "image") for image in images]
+    references = rule.seen(pixels[0], pixels[1:], model.size_multiple, is_masked=False)
+    return replace(generation, references=references, kind="image_edit")
 
 
 def _beside(image: NDArray[np.uint8], others: Sequence[bytes], model: ModelFacts) -> tuple[Reference, ...]:
@@ -151,16 +153,13 @@ def _beside(image: NDArray[np.uint8], others: Sequence[bytes], model: ModelFacts
         return ()
     # One that takes the place of the image is no further one.
     _check_number(max(1, len(others) + (not rule.in_place_of_own)), model.name, rule)
-    return rule.beside(image, _fitted(others, model, rule))
+    seen = [read_image(other, "image") for other in others]
+    return rule.seen(image, seen, model.size_multiple, is_masked=True)
 
 
 def _check_number(number: int, name: str, rule: ReferenceRule) -> None:
     if number > rule.most:
         raise invalid(f"the model would see {number} images, but {name} takes {rule.most} at most", "image")
-
-
-def _fitted(images: Sequence[bytes], model: ModelFacts, rule: ReferenceRule) -> tuple[Reference, ...]:
-    return tuple(rule.fitted(read_image(image, "image"), model.size_multiple) for image in images)
 
 
 def _nearest(size: Resolution, served: Sequence[Resolution]) -> Resolution:

@@ -8,6 +8,7 @@ from typing import Self
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...data.work import work_of
 from ..core.request_state import RequestRecord
 from ..scheduling.policies.base import StepLatencyPredictor
 
@@ -81,7 +82,8 @@ def standalone_latency_s(
     request: Request, predictor: StepLatencyPredictor, times: StageTimes, *, scale: float = 1.0
 ) -> float:
     """Return the seconds of a request served alone: all stages in turn, with predicted steps multiplied by `scale`."""
-    steps_s = request.num_steps * (predictor.step_latency_s((request.resolution,)) * scale)
+    work = work_of(request.resolution, request.pixels_seen / request.resolution.pixels)
+    steps_s = request.num_steps * (predictor.step_latency_s((work,)) * scale)
     return times.prepare_of(request.resolution) + steps_s + times.postprocess_of(request.resolution)
 
 

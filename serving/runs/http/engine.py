@@ -215,7 +215,7 @@ def _standalone(
 
         def on_measure(shape: RequestShape) -> None:
             on_progress("measuring standalone latencies", next(begun), len(examples))
-            on_note(f"Measuring {shape.resolution} alone on plain diffusers ...")
+            on_note(f"Measuring {shape.in_words} alone on plain diffusers ...")
 
         of_shape = standalone_latencies(
             model,

@@ -23,8 +23,9 @@ from patchedserve.data.traces.edits import (
 from patchedserve.data.traces.files import load_trace, save_trace
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.serving.families.geometry import Geometry
+from patchedserve.serving.families.references import CROPPED, KONTEXT
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
+from patchedserve.serving.runs.trace_settings import TraceSettings, blank_image, draw_requests, with_references
 
 # InstGenIE section 2.2 and figure 3.
 PUBLISHED = {
@@ -145,6 +146,56 @@ def test_traces_with_edits_read_back_equal(tmp_path: Path) -> None:
     assert {"mask", "mask_ratio"} <= edit.keys()
 
 
+def test_edits_by_reference_change_nothing_else_and_read_back_equal(tmp_path: Path) -> None:
+    ratios = read_mask_ratios("production")
+    plain, by_mask, found = (
+        trace_of(each, 400) for each in (None, EditDraws(0.3, ratios), EditDraws(0.3, ratios, most_references=3))
+    )
+    assert [replace(request, traced=None) for request in found] == plain
+    assert [each.traced is None for each in found] == [each.traced is None for each in by_mask]
+    edits = [request.traced for request in found if request.traced is not None]
+    assert [edit.image for edit in edits] == [each.traced.image for each in by_mask if each.traced is not None]
+    assert {len(edit.references) for edit in edits} == {0, 1, 2}
+    assert all(request.edited is None and request.num_steps == request.num_inference_steps for request in found)
+    path = tmp_path / "trace.jsonl"
+    save_trace(path, found)
+    assert load_trace(path) == found
+    seen = with_references(found, Geometry.of_transformer(16, 1, CROPPED), "tiny", blank_image)
+    assert [each.pixels_seen for each in seen] == [
+        each.resolution.pixels * (1 if each.traced is None else 2 + len(each.traced.references)) for each in found
+    ]
+    save_trace(path, seen)
+    assert load_trace(path) == found
+    with pytest.raises(UsageError, match=r"request \d+ is drawn from references, but tiny takes none"):
+        with_references(found, Geometry.of_unet(8, 3), "tiny", blank_image)
+    with pytest.raises(UsageError, match="references are given, but tiny takes one reference at most"):
+        with_references(found, Geometry.of_transformer(16, 1, KONTEXT), "tiny", blank_image)
+
+
+def test_files_of_references(tmp_path: Path) -> None:
+    for name, size in (("room.png", (64, 80)), ("cat.png", (100, 48))):
+        Image.new("RGB", size, (200, 100, 0)).save(tmp_path / name)
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,resolution,prompt,image,references\n0,64x80,a,room.png,cat.png;room.png\n1,64,b,,\n")
+    geometry = Geometry.of_transformer(16, 1, CROPPED)
+    first, second = draw_requests(TraceSettings(str(path)), ModelDefaults(), geometry=lambda: geometry)
+    assert [str(each.resolution) for each in first.references] == ["64x80", "96x48", "64x80"]
+    assert (first.references[0].image == (200, 100, 0)).all()
+    assert second.references == ()
+    assert [str(each.resolution) for each in with_references([first], geometry, "tiny", blank_image)[0].references] == [
+        "64x80",
+        "96x48",
+        "64x80",
+    ]
+    masked = {"arrival_s": 0, "resolution": "64x80", "prompt": "a", "image": "room.png", "mask": "box:1"}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({**masked, "mask_ratio": 0.2, "references": ["cat.png"]}) + "\n")
+    (request,) = draw_requests(TraceSettings(str(path)), ModelDefaults(), geometry=lambda: geometry)
+    assert request.edit is not None
+    assert [each.image is request.edit.image for each in request.references] == [True, False]
+    assert not geometry.has_record(request)
+
+
 def test_files_of_images_and_masks(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     mask = np.zeros((64, 64), np.uint8)
@@ -197,8 +248,12 @@ def test_data_set_images_are_templates() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"image": "emoji:1"}, "mask is missing, but edits need both image and mask"),
-        ({"strength": 0.5}, "image is missing, but edits need both image and mask"),
+        ({"strength": 0.5}, "image is missing, but edits need one"),
+        ({"references": ["emoji:1"]}, "image is missing, but edits need one"),
+        ({"image": "emoji:1", "strength": 0.5}, "strength is 0.5, but it is of an edit by a mask, and there is none"),
+        ({"image": "emoji:1", "mask_ratio": 0.5}, "mask_ratio is 0.5, but it is of an edit by a mask"),
+        ({"image": "emoji:1", "references": ["emoji:x"]}, "references is 'emoji:x', but after the colon"),
+        ({"image": "emoji:1", "references": 5}, "references is 5, but it must be"),
         ({"image": "emoji:1", "mask": "box:1"}, "mask_ratio is missing, but the mask box:1 needs it"),
         ({"image": "emoji:x", "mask": "box:1", "mask_ratio": 0.1}, "image is 'emoji:x', but after the colon"),
         ({"image": "emoji:1", "mask": "blob:", "mask_ratio": 0.1}, "mask is 'blob:', but after the colon"),
@@ -219,6 +274,7 @@ def test_bad_lines_are_refused_with_line_number(tmp_path: Path, given: dict[str,
     [
         ({"share": 0}, "share of edits is 0, but it must be above 0 and at most 1"),
         ({"num_templates": 0}, "number of templates is 0"),
+        ({"most_references": 0}, "number of references is 0"),
         ({"skew": -1}, "skew of templates is -1, but it must be finite and not negative"),
     ],
 )
