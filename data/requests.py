@@ -1,7 +1,7 @@
 """Requests: a request is one image to generate or to edit. Traces hold requests, and the engine serves them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -35,6 +35,11 @@ def steps_taken(num_inference_steps: int, strength: float) -> int:
 def pixels_seen(resolution: Resolution, references: "Sequence[Reference]") -> int:
     """Return the number of pixels that a step computes: those of the image and of its references."""
     return resolution.pixels + sum(reference.resolution.pixels for reference in references)
+
+
+def sizes_in_words(sizes: Iterable[Resolution]) -> str:
+    """Return the size of an image and those of its references, as `64x64 beside 96x64`."""
+    return " beside ".join(map(str, sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,11 @@ class Request:
     def pixels_seen(self) -> int:
         """Number of pixels that a step computes (`pixels_seen`)."""
         return pixels_seen(self.resolution, self.references)
+
+    @property
+    def sizes_in_words(self) -> str:
+        """Its resolution and those of its references (`sizes_in_words`)."""
+        return sizes_in_words((self.resolution, *(reference.resolution for reference in self.references)))
 
     @property
     def deadline_s(self) -> float | None:

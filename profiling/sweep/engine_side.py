@@ -118,7 +118,7 @@ class EngineSide:
         """Raise UsageError if a request cannot be served or a policy lacks its predictor. Tunes the engines for these
         resolutions if the workspace has no measurements.
         """
-        self._sizes = tuple(request.resolution for request in examples)
+        self._sizes = tuple(dict.fromkeys(request.resolution for request in examples))
         for served in (self._plain, *self._models.values(), *self._by_cache.values()):
             for request in examples:
                 served.check_request(request)
@@ -132,7 +132,7 @@ class EngineSide:
         """Return the settings, circumstances and predictor of the runs, and standalone latencies, of which those not
         yet known are measured.
         """
-        missing = [request for request in examples if str(request.resolution) not in known_s]
+        missing = [request for request in examples if request.sizes_in_words not in known_s]
         found = standalone_latencies(
             self._plain,
             missing,
@@ -157,7 +157,7 @@ class EngineSide:
             "circumstances": about,
             "standalone_s": {
                 **known_s,
-                **{str(request.resolution): found[shape_of(self._plain, request)] for request in missing},
+                **{request.sizes_in_words: found[shape_of(self._plain, request)] for request in missing},
             },
             "predictor": {} if self._predictor_file is None else {"file": named_by_content(self._predictor_file)},
         }

@@ -107,7 +107,7 @@ class Sweep:
         standalone = folder.head["standalone_s"]
 
         def standalone_s(request: Request) -> float:
-            return standalone[str(request.resolution)]
+            return standalone[request.sizes_in_words]
 
         is_finished = folder.num_finished(settings) == settings.num_runs
         runners = {} if is_finished else side.begin(folder, standalone_s)
@@ -156,12 +156,12 @@ class Sweep:
 def examples_of(
     settings: SweepSettings, defaults: ModelDefaults, extra_requests: Iterable[Request] = ()
 ) -> list[Request]:
-    """Return a request of every resolution in the sweep or in `extra_requests`, from small to large. Draws all traces
-    once, and raises UsageError if one cannot be drawn.
+    """Return a request of every resolution in the sweep or in `extra_requests`, and of all sizes of its references,
+    from small to large. Draws all traces once, and raises UsageError if one cannot be drawn.
     """
-    found: dict[Any, Request] = {}
+    found: dict[str, Request] = {}
     traces = (settings.requests(rate, seed, defaults) for rate, seed, _ in settings.order())
     for trace in (*traces, extra_requests):
         for request in trace:
-            found.setdefault(request.resolution, request)
-    return [found[size] for size in sorted(found, key=lambda size: (size.pixels, size))]
+            found.setdefault(request.sizes_in_words, request)
+    return sorted(found.values(), key=lambda each: (each.pixels_seen, each.resolution, each.sizes_in_words))

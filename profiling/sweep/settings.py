@@ -7,7 +7,7 @@ as it ends, and a later call continues from there.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -25,10 +25,17 @@ from ...data.tables.schemas import RECORDS, STEPS, about_of, read_rows, read_tab
 from ...data.traces.traces import TRACE_KINDS
 from ...serving.core.request_state import RequestRecord
 from ...serving.core.step_row import StepRow
+from ...serving.families.geometry import Geometry
 from ...serving.models.defaults import ModelDefaults
 from ...serving.options import EngineName
 from ...serving.runs.simulated.calibration import ServedRun
-from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
+from ...serving.runs.trace_settings import (
+    DEFAULT_SLO_SCALE,
+    TraceSettings,
+    check_slo_scale,
+    draw_for_simulation,
+    draw_requests,
+)
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, System, get_system
 from ...serving.simulator.distrifusion import PUBLISHED
 from ..experiment.turns import rotated
@@ -54,6 +61,7 @@ class SweepSettings:
         engine: engine that serves: real engines, the simulator, or both.
         trace: settings of the requests; its own rate and seed are ignored.
         slo_scale: SLO of a request as a multiple of its standalone latency on plain diffusers.
+        geometry: returns the geometry of the model, which edits must fit; None if the trace may not contain edits.
         max_batch_size, num_gpus: maximum number of requests in a batch, and number of GPUs of the simulator.
 
     Raises:
@@ -68,6 +76,7 @@ class SweepSettings:
     slo_scale: float = DEFAULT_SLO_SCALE
     max_batch_size: int = 16
     num_gpus: int = 1
+    geometry: Callable[[], Geometry] | None = None
 
     def __post_init__(self) -> None:
         for name, given in (("systems", self.systems), ("rates", self.rates), ("seeds", self.seeds)):
@@ -111,7 +120,10 @@ class SweepSettings:
 
     def requests(self, rate: float, seed: int, defaults: ModelDefaults) -> list[Request]:
         """Return the trace of a rate and a seed, without SLOs from standalone latencies. Raises as `draw_requests`."""
-        return draw_requests(replace(self.trace, request_rate=rate, seed=seed), defaults)
+        trace = replace(self.trace, request_rate=rate, seed=seed)
+        if self.engine == "simulator" and self.geometry is not None:
+            return draw_for_simulation(trace, defaults, self.geometry)
+        return draw_requests(trace, defaults, geometry=self.geometry)
 
     def order(self) -> Iterator[tuple[float, int, tuple[str, ...]]]:
         """Yield rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""

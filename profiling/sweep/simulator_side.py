@@ -57,7 +57,7 @@ class SimulatorSide:
         return {
             "settings": self.settings.fixed(),
             "circumstances": {"model": self.model, "device": "simulated", **(self.sources or {})},
-            "standalone_s": {str(request.resolution): plain.standalone_s(request) for request in examples},
+            "standalone_s": {request.sizes_in_words: plain.standalone_s(request) for request in examples},
         }
 
     def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:

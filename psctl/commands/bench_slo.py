@@ -13,7 +13,7 @@ from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, SYSTEMS
 from ..flags import flag, given_flags
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
-from ..options.groups import ENGINE, TRACE
+from ..options.groups import EDITS, ENGINE, TRACE
 from ..options.system import with_cache_of
 from ..options.target import Target
 from ..output import Output
@@ -53,6 +53,7 @@ def bench_slo(
     trace: Annotated[
         TraceSettings,
         TRACE.without("request_rate", "seed", "from_zero", "speed").using(
+            edits=EDITS.without("strength"),
             trace=flag(
                 "--trace",
                 "Random arrivals, the mix of vllm-omni's Dataset C, or a recorded trace (azure, diffusiondb, gentd26, "
@@ -127,6 +128,7 @@ def bench_slo(
         psctl bench slo --on both --systems bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
         psctl bench slo --on both --systems patched-slack:slack,patched-slack:fair-fitting --rates 3,4
         psctl bench slo --on simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
+        psctl bench slo --systems diffusers-fcfs,patched-slack --trace dataset-c --edits 0.3 --rates 1,2,3
         psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
@@ -134,6 +136,7 @@ def bench_slo(
     from ...profiling.sweep.runner import WarmUp
     from ...profiling.sweep.settings import SweepSettings
     from ...profiling.sweep.simulator_side import SimulatorFiles
+    from ...serving.models.loading import model_geometry
 
     _check_side(context, on)
     if trace.trace == "shape":
@@ -148,6 +151,7 @@ def bench_slo(
         slo_scale=slo_scale,
         max_batch_size=max_batch_size,
         num_gpus=gpus,
+        geometry=lambda: model_geometry(target.model),
     )
     warm_up = WarmUp(warmup_requests, combinations)
     files = SimulatorFiles(latency, plain_latency, calibration, stage_times)

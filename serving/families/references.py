@@ -6,6 +6,7 @@ No torch, and nothing heavy at import.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from ...data.edits import Reference
 
-MOST_PIXELS = 1024 * 1024
-"""Most pixels of a reference of FLUX.2; larger images are scaled down."""
+MOST_PIXELS, LOW_PIXELS = 1024 * 1024, 512 * 512
+"""Most pixels of a reference of FLUX.2, and of one of low fidelity; larger images are scaled down."""
 _NARROW = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
 KONTEXT_SIZES = (
     *(Resolution(*sides) for sides in _NARROW),
@@ -37,16 +38,19 @@ class ReferenceRule:
         most: most references of a request.
         fit: brings an image to a size that the model takes, as its pipeline does, given the number of pixels of which
             sides must be multiples.
+        fit_low: the same for references of low fidelity, which have fewer pixels; None if the model has one fidelity.
         in_place_of_own: whether, in an edit by a mask, given references take the place of the image itself, which is
             one of its references otherwise.
     """
 
     most: int
     fit: "Callable[[Image, int], Image]"
+    fit_low: "Callable[[Image, int], Image] | None" = None
     in_place_of_own: bool = False
 
-    def fitted(self, image: "NDArray[np.uint8]", multiple: int) -> "Reference":
-        """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels.
+    def fitted(self, image: "NDArray[np.uint8]", multiple: int, *, is_low: bool = False) -> "Reference":
+        """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels; of low
+        fidelity if that is asked for and there is one.
 
         Raises UsageError: a side of the image, or of what is left of it at that size, is smaller than that.
         """
@@ -55,7 +59,8 @@ class ReferenceRule:
 
         from ...data.edits import Reference
 
-        fitted = self.fit(Image.fromarray(image), multiple) if min(image.shape[:2]) >= multiple else None
+        fit = self.fit_low if is_low and self.fit_low is not None else self.fit
+        fitted = fit(Image.fromarray(image), multiple) if min(image.shape[:2]) >= multiple else None
         if fitted is None or min(fitted.size) < multiple:
             given, least = f"{image.shape[1]}x{image.shape[0]}", f"{multiple}x{multiple}"
             raise UsageError(
@@ -64,14 +69,20 @@ class ReferenceRule:
         return Reference(np.asarray(fitted))
 
     def seen(
-        self, image: "NDArray[np.uint8]", others: "Sequence[NDArray[np.uint8]]", multiple: int, *, is_masked: bool
+        self,
+        image: "NDArray[np.uint8]",
+        others: "Sequence[NDArray[np.uint8]]",
+        multiple: int,
+        *,
+        is_masked: bool,
+        is_low: bool = False,
     ) -> "tuple[Reference, ...]":
         """Return the references of a request that follows these images, or edits the first one by a mask.
 
-        Raises as `fitted`.
+        `multiple`, `is_low` and errors are those of `fitted`.
         """
-        fitted = tuple(self.fitted(each, multiple) for each in others)
-        return self.beside(image, fitted) if is_masked else (self.fitted(image, multiple), *fitted)
+        fitted = tuple(self.fitted(each, multiple, is_low=is_low) for each in others)
+        return self.beside(image, fitted) if is_masked else (self.fitted(image, multiple, is_low=is_low), *fitted)
 
     def beside(self, image: "NDArray[np.uint8]", others: "Sequence[Reference]") -> "tuple[Reference, ...]":
         """Return the references of an edit by a mask of this image: (height, width, 3), at its own size, and others."""
@@ -89,12 +100,12 @@ def _trained_size(image: "Image", multiple: int) -> "Image":
     return image.resize(size, Resampling.LANCZOS)
 
 
-def _cropped(image: "Image", multiple: int) -> "Image":
-    """Scale an image down to `MOST_PIXELS` if it has more, and cut off what exceeds a multiple, on both sides."""
+def _cropped(image: "Image", multiple: int, most: int = MOST_PIXELS) -> "Image":
+    """Scale an image down to `most` pixels if it has more, and cut off what exceeds a multiple, on both sides."""
     from PIL.Image import Resampling
 
-    if (pixels := image.width * image.height) > MOST_PIXELS:
-        factor = math.sqrt(MOST_PIXELS / pixels)
+    if (pixels := image.width * image.height) > most:
+        factor = math.sqrt(most / pixels)
         image = image.resize((int(image.width * factor), int(image.height * factor)), Resampling.LANCZOS)
     width, height = (side // multiple * multiple for side in image.size)
     left, top = (image.width - width) // 2, (image.height - height) // 2
@@ -103,5 +114,5 @@ def _cropped(image: "Image", multiple: int) -> "Image":
 
 KONTEXT = ReferenceRule(1, _trained_size, in_place_of_own=True)
 """The rule of FLUX.1 Kontext."""
-CROPPED = ReferenceRule(10, _cropped)
+CROPPED = ReferenceRule(10, _cropped, partial(_cropped, most=LOW_PIXELS))
 """The rule of FLUX.2, whose pipelines set no bound for their number."""

@@ -44,7 +44,8 @@ class ModelDefaults:
     Attributes:
         num_inference_steps: number of denoising steps of a request.
         guidance_scale: scale of classifier-free guidance.
-        default_resolution: size of an image without a requested size: the model's training size, square.
+        default_resolution: size of an image without a requested size; without `psctl.json` the model's training size,
+            square.
         resolutions: sizes of a trace without sizes. Without `psctl.json` they are one half, three quarters and all of
             the training size, like PatchedServe's 512, 768 and 1024 pixels.
         max_sequence_length: length of the text in tokens; None for the pipeline's own default.
@@ -72,6 +73,7 @@ def _given() -> "type[BaseModel]":
     fields: dict[str, Any] = {
         "num_inference_steps": PositiveInt,
         "guidance_scale": NonNegativeFloat,
+        "default_resolution": int | str,
         "resolutions": Annotated[list[int | str], Field(min_length=1)],
         "max_sequence_length": PositiveInt,
         "decoder_dtype": Literal["float32", "bfloat16", "float16"],
@@ -98,7 +100,8 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     index, config, entry = _entry_of(model_dir)
     named = ({} if entry is None else entry.settings(index | config)) | given.model_dump(exclude_none=True)
     sizes = tuple(parse(str(size)) for size in named.pop("resolutions", usual))
-    return ModelDefaults(**named, default_resolution=Resolution(side, side), resolutions=sizes)
+    own = parse(str(named.pop("default_resolution", side)))
+    return ModelDefaults(**named, default_resolution=own, resolutions=sizes)
 
 
 def read_geometry(model_dir: Path) -> "Geometry":

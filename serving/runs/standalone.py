@@ -27,7 +27,7 @@ from ...data.checks import require_counts
 from ...data.errors import RunError
 from ...data.files import quarantine, write_json
 from ...data.parsing import parse
-from ...data.requests import Request
+from ...data.requests import Request, sizes_in_words
 from ...data.resolution import Resolution
 from .contention import MAX_WAITED, Contention, contention_now
 
@@ -60,8 +60,8 @@ class RequestShape:
 
     @property
     def in_words(self) -> str:
-        """Its sizes, as messages name them."""
-        return " beside ".join(map(str, (self.resolution, *self.references)))
+        """Its sizes (`sizes_in_words`)."""
+        return sizes_in_words((self.resolution, *self.references))
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,8 @@ def draw_requests(
         return requests
     if geometry is None:
         raise UsageError(
-            f"request {traced.request_id} of the trace is an edit, and only psctl serve and simulate take those, "
-            "without a cascade"
+            f"request {traced.request_id} of the trace is an edit, and only psctl serve, simulate and bench slo take "
+            "those, without a cascade"
         )
     from ...data.traces.edits import image_of, with_pixels
 
@@ -191,6 +191,18 @@ def draw_requests(
     for request in requests:
         known.check_edit(request)
     return requests
+
+
+def draw_for_simulation(
+    settings: TraceSettings, defaults: ModelDefaults, geometry: "Callable[[], Geometry]", name: str = "the model"
+) -> list[Request]:
+    """Draw or read the trace, with references that have sizes alone: its images are not read. Raises as
+    `draw_requests`, except for masks.
+    """
+    requests = draw_trace(settings, defaults)
+    if all(request.traced is None for request in requests):
+        return requests
+    return with_references(requests, geometry(), name, blank_image)
 
 
 def with_references(

@@ -296,5 +296,6 @@ def _model_card(name: str, front_end: FrontEnd) -> dict[str, Any]:
             "max_pixels": limits.max_pixels,
             "num_inference_steps": limits.max_steps,
             "prompt_characters": limits.max_prompt,
+            "references": 0 if model.references is None else model.references.most,
         },
     }

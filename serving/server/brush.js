@@ -7,6 +7,7 @@ class Brush {
     this.#picture = picture;
     this.#mask = mask;
     this.image = null;
+    this.isPainted = false;
     this.width_px = 24;
     this.erases = false;
     mask.addEventListener("pointerdown", (event) => {
@@ -25,9 +26,11 @@ class Brush {
     for (const canvas of [this.#picture, this.#mask]) [canvas.width, canvas.height] = [pixels.width, pixels.height];
     this.#picture.getContext("2d").drawImage(pixels, 0, 0);
     this.image = file;
+    this.isPainted = false;
   }
 
   clear() {
+    this.isPainted = false;
     this.#mask.getContext("2d").clearRect(0, 0, this.#mask.width, this.#mask.height);
   }
 
@@ -57,5 +60,6 @@ class Brush {
     pen.lineTo(...place);
     pen.stroke();
     this.#last = place;
+    this.isPainted = true;
   }
 }

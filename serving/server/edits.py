@@ -121,7 +121,7 @@ def parse_edit(
             full_steps=fields.full_steps,
             dilate=fields.dilate,
         )
-        references = () if may_change is None else _beside(pixels, images[1:], model)
+        references = () if may_change is None else _beside(pixels, images[1:], fields, model)
         return replace(generation, edit=spec, references=references, kind="image_edit")
     except UsageError as error:
         begin = _PARAM.match(str(error))
@@ -142,11 +142,12 @@ def _drawn_from(
     resolution = _nearest(first, model.defaults.resolutions) if is_auto else parse_size(fields.size, model, limits)
     generation = generation_of(fields, resolution, model, limits, header_slo)
     pixels = [read_image(image, "image") for image in images]
-    references = rule.seen(pixels[0], pixels[1:], model.size_multiple, is_masked=False)
+    is_low = fields.input_fidelity == "low"
+    references = rule.seen(pixels[0], pixels[1:], model.size_multiple, is_masked=False, is_low=is_low)
     return replace(generation, references=references, kind="image_edit")
 
 
-def _beside(image: NDArray[np.uint8], others: Sequence[bytes], model: ModelFacts) -> tuple[Reference, ...]:
+def _beside(image: NDArray[np.uint8], others: Sequence[bytes], fields: Any, model: ModelFacts) -> tuple[Reference, ...]:
     """Return the references of an edit by a mask: those in these files, and its own image (`ReferenceRule.beside`)."""
     rule = model.references
     if rule is None:
@@ -154,7 +155,7 @@ def _beside(image: NDArray[np.uint8], others: Sequence[bytes], model: ModelFacts
     # One that takes the place of the image is no further one.
     _check_number(max(1, len(others) + (not rule.in_place_of_own)), model.name, rule)
     seen = [read_image(other, "image") for other in others]
-    return rule.seen(image, seen, model.size_multiple, is_masked=True)
+    return rule.seen(image, seen, model.size_multiple, is_masked=True, is_low=fields.input_fidelity == "low")
 
 
 def _check_number(number: int, name: str, rule: ReferenceRule) -> None:

@@ -155,7 +155,7 @@ def edit_fields(model: ModelFacts, limits: Limits) -> ImageBody:
         about += "; any size if the images are references"
     own: dict[str, FieldType] = {
         "size": text("size", 32, default="auto", schema={"description": about, "examples": ["auto"]}),
-        "input_fidelity": choice("low", "high", description=NO_EFFECT),
+        "input_fidelity": _fidelity(model),
         "strength": number(above=0, high=1, default=None),
         "paste": (bool, True),
         "feather_px": integer(0, MAX_FEATHER_PX, 0),
@@ -167,6 +167,12 @@ def edit_fields(model: ModelFacts, limits: Limits) -> ImageBody:
         "dilate": integer(0, MAX_DILATE, 0),
     }
     return ImageBody(model, _shared(model, limits) | own)
+
+
+def _fidelity(model: ModelFacts) -> FieldType:
+    if model.references is None or model.references.fit_low is None:
+        return choice("low", "high", description=NO_EFFECT)
+    return choice("low", "high", default="high", description="low: references have at most 512x512 pixels")
 
 
 def _shared(model: ModelFacts, limits: Limits) -> dict[str, FieldType]:

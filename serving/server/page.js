@@ -6,6 +6,8 @@
   let drawing = null;
   let drawn = null;
   let isCascade = false;
+  let numReferences = 0;
+  let others = [];
   const brush = new Brush(at("picture"), at("mask"));
 
   const headers = (more = {}) => (key ? { ...more, Authorization: `Bearer ${key}` } : more);
@@ -228,9 +230,13 @@
     isCascade = Boolean(card.cascade);
     at("steps").disabled = isCascade;
     for (const name of ["file-line", "edit-drawn"]) at(name).hidden = isCascade;
+    numReferences = card.limits.references;
+    at("file").multiple = numReferences > 1;
+    at("unpainted").hidden = !numReferences;
   }
 
-  async function startEdit(file) {
+  // The first image is edited; a model that takes references sees the others beside it.
+  async function startEdit(file, ...further) {
     try {
       await brush.load(file);
     } catch (error) {
@@ -239,7 +245,10 @@
     }
     at("edit").hidden = false;
     at("go").textContent = "Edit";
-    at("size").disabled = true;
+    others = further;
+    at("others").hidden = !others.length;
+    at("others").textContent = `Beside it: ${others.map((other) => other.name).join(", ")}`;
+    at("size").disabled = !numReferences;
     at("told").textContent = "";
   }
 
@@ -257,10 +266,11 @@
       const options = { headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ ...body, size: at("size").value }) };
       return ["v1/images/generations", options];
     }
-    const form = new FormData();
-    for (const [name, value] of Object.entries({ ...body, strength: Number(at("strength").value) })) form.append(name, String(value));
-    form.append("image", brush.image, "image");
-    form.append("mask", await brush.maskFile(), "mask.png");
+    const form = new FormData(), isMasked = brush.isPainted || !numReferences;
+    const own = isMasked ? { strength: Number(at("strength").value) } : { size: at("size").value };
+    for (const [name, value] of Object.entries({ ...body, ...own })) form.append(name, String(value));
+    for (const image of [brush.image, ...others]) form.append("image[]", image, "image");
+    if (isMasked) form.append("mask", await brush.maskFile(), "mask.png");
     return ["v1/images/edits", { headers: headers(), body: form }];
   }
 
@@ -310,7 +320,7 @@
 
   at("draw").addEventListener("submit", draw);
   at("stop").addEventListener("click", () => drawing && drawing.abort());
-  at("file").addEventListener("change", () => { const [file] = at("file").files; if (file) startEdit(file); });
+  at("file").addEventListener("change", () => { const { files } = at("file"); if (files.length) startEdit(...files); });
   at("edit-drawn").addEventListener("click", () => startEdit(drawn));
   at("no-edit").addEventListener("click", endEdit);
   at("clear").addEventListener("click", () => brush.clear());

@@ -13,9 +13,14 @@ because `psctl bench steps` does not time them. `--tiny` makes all components sm
 
     python tests/benchmarks/make_random_model.py flux-dev /tmp/flux-small --small
     psctl bench steps --model /tmp/flux-small --dtype float32 --resolutions 256,384,512
+
+FLUX.2 Klein is smaller, 6 blocks of width 128, for traces with many requests, and draws images of 64 to 192 pixels:
+
+    python tests/benchmarks/make_random_model.py flux2-klein /tmp/klein-small --small
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +68,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from patchedserve.tests.support.model_sizes import CONFIGS, SMALL, TINY
+from patchedserve.tests.support.model_sizes import CONFIGS, SMALL, SMALL_SETTINGS, TINY
 from patchedserve.tests.support.tiny_families import tiny_chat_tokenizer, tiny_gemma, tiny_t5
 from patchedserve.tests.support.tiny_models import tiny_tokenizer
 
@@ -286,6 +291,8 @@ def main() -> None:
         parser.error(f"there is no small {options.name}; there are {', '.join(options.smaller)}")
     torch.manual_seed(0)
     build(options.name, options.smaller).to(torch.float16).save_pretrained(options.folder)
+    if options.smaller is SMALL and options.name in SMALL_SETTINGS:
+        (options.folder / "psctl.json").write_text(json.dumps(SMALL_SETTINGS[options.name], indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def test_references_and_drawings_are_served_together(tmp_path: Path) -> None:
         answer = httpx.post(f"{server.url}/v1/images/edits", files=[*files, *form.items()])
         assert answer.status_code == 400
         assert "others are references, with a mask or without a strength" in answer.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["limits"]["references"] == 10
         urls = [f"data:image/png;base64,{base64.b64encode(file_of(image)).decode()}" for image in IMAGES]
         body = {"prompt": "a cat on the sofa", "images": [{"image_url": url} for url in urls], "size": "96x32"}
         answer = httpx.post(

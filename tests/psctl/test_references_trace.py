@@ -84,3 +84,30 @@ def test_references_take_time_on_the_virtual_clock(run_psctl: RunPsctl, model: P
         run = run_psctl(*simulate, *words, **where)
         assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stderr
         assert message in run.stderr
+
+
+@pytest.mark.slow
+def test_sweeps_serve_edits_by_reference(run_psctl: RunPsctl, model: Path, tmp_path: Path) -> None:
+    where = {"PSCTL_MODEL": str(model), "PSCTL_DTYPE": "float32"}
+    (tmp_path / "steps.csv").write_text(TABLE)
+    sides = {
+        "simulator": ("--latency", "steps.csv", "--plain-latency", "steps.csv", "--resolutions", "32,64"),
+        "engine": ("--warmup-requests", "2"),
+    }
+    for side, own in sides.items():
+        if side == "engine":
+            pytest.importorskip("resvg_py", reason="pictures are drawn with psctl[train]")
+        sweep = ("bench", "slo", "--on", side, *own, "--systems", "diffusers-fcfs,bucketed", "--rates", "50")
+        run = run_psctl(*sweep, *TRACE, "--slo-scale", "1000", **where)
+        assert run.returncode == 0, run.stderr
+        found = json.loads(run.stdout)
+        points = next(iter(found["engines"].values()))["points"]
+        assert [point["slo_attainment_rate"] for point in points] == [1, 1]
+        small, large = ("32x32", "64x64") if side == "simulator" else ("64x64", "96x64")
+        alone = found["standalone_s"]
+        assert {name.count("beside") for name in alone} == {0, 1, 2}
+        assert {name.split(" ")[0] for name in alone} == {small, large}
+        if side == "simulator":
+            for name, time_s in alone.items():
+                expected = 2 * (0.01 if name.startswith(small) else 0.04) * (1 + name.count("beside"))
+                assert time_s == pytest.approx(expected)

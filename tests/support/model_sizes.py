@@ -96,10 +96,15 @@ TINY["flux-schnell"] = TINY["flux-kontext"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
     "flux-dev": {"num_layers": 4, "num_single_layers": 8, "num_attention_heads": 3, "joint_attention_dim": 512},
+    "flux2-klein": {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 1, "joint_attention_dim": 3 * 64},
     "sd3": {"num_layers": 12, "num_attention_heads": 6, "caption_projection_dim": 384},
     "qwen": {"num_layers": 12, "num_attention_heads": 3, "joint_attention_dim": 512},
     "z-image": {"dim": 384, "n_layers": 10, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3, "cap_feat_dim": 512},
 }
+SMALL_SETTINGS: dict[str, dict[str, Any]] = {
+    "flux2-klein": {"default_resolution": 128, "resolutions": [64, 96, 128, 192], "max_sequence_length": 32},
+}
+"""Settings (`psctl.json`) of small models whose published ones are too large for two cores."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "sdxl": SDXL,
     "sd3": SD3,

@@ -30,7 +30,7 @@ from ...simulator.graphs import GraphModel, GraphsMode
 from ..notes import Notify
 from ..run_folder import WriteReport, write_run
 from ..step_latencies import edit_profile_for_simulation
-from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, blank_image, check_slo_scale, draw_trace, with_references
+from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_for_simulation
 from .calibration import Calibration
 from .deployment import OnFinish, SimulatedDeployment
 from .files import EngineFiles, read_graph_costs
@@ -111,9 +111,9 @@ class SimulationPlan:
         if rate is not None and self.trace.speed is not None:
             raise UsageError(f"--speed is {self.trace.speed:g}, but a request rate of {rate:g} has another: omit one")
         trace = replace(self.trace, request_rate=1.0 if rate is None else rate)
-        requests = draw_trace(trace.with_length(DEFAULT_NUM_PROMPTS), defaults)
-        if any(request.traced is not None for request in requests):
-            requests = with_references(requests, model_geometry(self.model), self.model, blank_image)
+        requests = draw_for_simulation(
+            trace.with_length(DEFAULT_NUM_PROMPTS), defaults, lambda: model_geometry(self.model), self.model
+        )
         return at_rate(requests, rate) if self.is_file and rate is not None else requests
 
     def ready(

@@ -230,7 +230,7 @@ def test_other_commands_refuse_traces_with_edits(tmp_path: Path) -> None:
     defaults = ModelDefaults(2, 4.0, SIZE, (SIZE,))
     assert len(draw_requests(TraceSettings(str(path)), defaults, geometry=lambda: Geometry.of_unet(8, 3))) == 3
     with pytest.raises(
-        UsageError, match="request 0 of the trace is an edit, and only psctl serve and simulate take those"
+        UsageError, match="request 0 of the trace is an edit, and only psctl serve, simulate and bench slo take"
     ):
         draw_requests(TraceSettings(str(path)), defaults)
 

@@ -74,8 +74,9 @@ def test_flux_has_the_settings_of_its_cards(build: Callable, settings: tuple[int
     defaults = model_defaults(str(save_tiny(tmp_path / "its", build())))
     assert (defaults.num_inference_steps, defaults.guidance_scale) == settings
     assert defaults.default_resolution == Resolution(1024, 1024)
-    (tmp_path / "its" / "psctl.json").write_text('{"num_inference_steps": 9}')
-    assert model_defaults(str(tmp_path / "its")).num_inference_steps == 9
+    (tmp_path / "its" / "psctl.json").write_text('{"num_inference_steps": 9, "default_resolution": "64x32"}')
+    own = model_defaults(str(tmp_path / "its"))
+    assert (own.num_inference_steps, own.default_resolution) == (9, Resolution(64, 32))
 
 
 def test_too_long_flux_text_is_refused(tmp_path: Path) -> None:

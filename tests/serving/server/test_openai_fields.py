@@ -117,6 +117,8 @@ def test_images_without_a_mask_are_references_of_models_that_take_them() -> None
     assert [str(each.resolution) for each in found.references] == ["64x96", "1152x896"]
     assert (found.resolution, found.edit, found.kind) == (Resolution(48, 64), None, "image_edit")
     assert found.pixel_steps == 4 * (48 * 64 + 64 * 96 + 1152 * 896)
+    low = parse([room, photo], input_fidelity="low").references
+    assert [str(each.resolution) for each in low] == ["64x96", "576x448"]
     assert parse([photo], size="64x48").resolution == Resolution(64, 48)
     assert parse([photo]).resolution == SIZE
     assert parse([IMAGE], strength="0.5").edit is not None

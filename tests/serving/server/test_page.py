@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -15,9 +16,15 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.families.references import CROPPED
+
 from ...support.browser import opened_browser
+from ...support.edits import image_of
 from ...support.http_server import HttpServer
-from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.tiny_families import tiny_klein
+from ...support.tiny_models import plain_image, save_tiny, tiny_sdxl
 from ...support.waits import until
 
 pytestmark = pytest.mark.slow
@@ -161,3 +168,46 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     (tmp_path / "text.png").write_text("no image")
     find(By.ID, "file").send_keys(str(tmp_path / "text.png"))
     until(lambda: "is no image" in find(By.ID, "told").text)
+
+
+def test_new_images_follow_several_others(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """With a model that takes references: without a painted mask, the images that were chosen are references."""
+    settings: dict[str, Any] = {"guidance_scale": 1.0, "num_inference_steps": 2, "max_sequence_length": 16}
+    model = save_tiny(tmp_path / "klein", tiny_klein(), **settings, resolutions=["64x64"])
+    pictures = [image_of(Resolution(64, 64), 1), image_of(Resolution(96, 64), 2)]
+    paths = [tmp_path / f"{number}.png" for number in range(2)]
+    for path, picture in zip(paths, pictures, strict=True):
+        Image.fromarray(picture).save(path)
+    with HttpServer(model, tmp_path / "workspace", "--slo-scale", "1000") as server:
+        browser.get(server.url)
+        set_width(browser, 1200)
+        find = browser.find_element
+        until(lambda: find(By.ID, "status").text == "ready")
+        find(By.ID, "file").send_keys("\n".join(map(str, paths)))
+        until(lambda: find(By.ID, "others").text == "Beside it: 1.png")
+        assert "or nothing for a new image that follows this one" in find(By.ID, "edit").text
+
+        def drawn_image() -> NDArray[np.int16]:
+            find(By.ID, "go").click()
+            until(lambda: find(By.ID, "told").text.startswith("done in "))
+            content = str(find(By.ID, "image").get_attribute("src")).partition(",")[2]
+            return np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))).astype(np.int16)
+
+        for name, value in (("prompt", "a cat"), ("seed", "3")):
+            find(By.ID, name).clear()
+            find(By.ID, name).send_keys(value)
+        references = tuple(CROPPED.fitted(picture, 16) for picture in pictures)
+        request = Request(0, "a cat", Resolution(64, 64), 2, 1.0, seed=3, references=references)
+        expected = np.asarray(plain_image(tiny_klein(), request, max_sequence_length=16), dtype=np.int16)
+        assert np.abs(drawn_image() - expected).max() <= 1
+        mask = find(By.ID, "mask")
+        # Through the middles of latents, which have 16 pixels on a side.
+        width = "const brush = document.getElementById('width'); brush.value = 80;"
+        browser.execute_script(f"{width} brush.dispatchEvent(new Event('input'))")
+        start = -round(0.3 * mask.size["width"]), round(0.117 * mask.size["height"])
+        chain = ActionChains(browser).move_to_element_with_offset(mask, *start)
+        chain.click_and_hold().move_by_offset(round(0.2 * mask.size["width"]), 0).release().perform()
+        browser.save_screenshot(str(tmp_path / "references.png"))
+        kept = (drawn_image() == pictures[0]).all(axis=-1)
+        assert kept[:, 48:].all()
+        assert not kept.all()
