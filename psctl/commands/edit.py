@@ -140,7 +140,7 @@ def edit(
         psctl edit drawn.png "a cat" --mask floor.png --reuse --template-kind trajectory
     """
     from ...data.datasets.decode import read_content
-    from ...data.edits import EditSpec, TemplateSpec, own_mask, read_image, read_mask
+    from ...data.edits import EditSpec, Reference, TemplateSpec, own_mask, read_image, read_mask
     from ...serving.models.loading import model_geometry
     from ...serving.models.placement import resolve_device
 
@@ -177,7 +177,7 @@ def edit(
     needing = [name for name, is_given in (("--reuse", reuse), ("--feather", feather)) if is_given]
     if may_change is None and needing:
         raise UsageError(f"a mask is missing for {' and '.join(needing)}: give --mask")
-    rule, spec, references = geometry.references, None, ()
+    rule, spec, references = geometry.references, None, tuple[Reference, ...]()
     is_redrawn = may_change is None and strength is not None
     if others and (rule is None or is_redrawn):
         reason = f"{target.model} takes no references" if rule is None else "give a --mask, or no --strength"
