@@ -208,17 +208,11 @@ def traced_edit(
         UsageError: a shape has no ratio, a number is invalid, a mask's file cannot be read, or a field is out of its
             range.
     """
-    image, *others = (_image_in(folder, name, each) for name, each in (
-        ("image", image), *(("references", each) for each in references)
-    ))  # fmt: skip
+    image = _image_in(folder, "image", image)
+    others = tuple(_image_in(folder, "references", each) for each in references)
+    strength = 1.0 if strength is None else strength
     if mask is None:
-        return TracedEdit(
-            image,
-            "",
-            1.0 if mask_ratio is None else mask_ratio,
-            1.0 if strength is None else strength,
-            tuple(others),
-        )
+        return TracedEdit(image, "", 1.0 if mask_ratio is None else mask_ratio, strength, others)
     if mask.partition(":")[0] in SHAPES and ":" in mask:
         _number_of(mask, "mask", 2**63)
         if mask_ratio is None:
@@ -227,7 +221,7 @@ def traced_edit(
         mask = str((folder / mask).absolute())
         if mask_ratio is None:
             mask_ratio = float(read_mask(_content(mask), mask).mean())
-    return TracedEdit(image, mask, mask_ratio, 1.0 if strength is None else strength, tuple(others))
+    return TracedEdit(image, mask, mask_ratio, strength, others)
 
 
 def _image_in(folder: Path, name: str, image: str) -> str:

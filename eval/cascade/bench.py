@@ -23,7 +23,8 @@ from ...serving.cascade.systems import get_cascade_system
 from ...serving.core.metrics import slo_attainment_rate
 from ...serving.models.defaults import ModelDefaults
 from ...serving.runs.cascade.deployment import CascadeDeployment, CascadeRun
-from ...serving.runs.trace_settings import TraceSettings, draw_requests
+from ...serving.runs.trace_requests import draw_requests
+from ...serving.runs.trace_settings import TraceSettings
 from ..measurer import StartPhase
 from .plots import plot_over_lateness, plot_over_slo_scales, plot_side_by_side
 from .quality import compare_served, quality_curve, served_quality

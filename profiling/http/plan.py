@@ -19,7 +19,8 @@ from ...data.requests import Request
 from ...data.resolution import Resolution, parse, parse_list
 from ...data.traces.workloads import DATASET_C
 from ...serving.models.defaults import ModelDefaults
-from ...serving.runs.trace_settings import TraceSettings, draw_requests
+from ...serving.runs.trace_requests import draw_requests
+from ...serving.runs.trace_settings import TraceSettings
 from .against import SIDES, LoadRound, send_by_turns
 from .load import LoadSettings, send_load
 

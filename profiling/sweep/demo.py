@@ -19,7 +19,8 @@ from ...serving.runs.notes import Notify
 from ...serving.runs.serve import ServeOutcome, ServePlan, run_serve
 from ...serving.runs.standalone import shape_of, standalone_latencies
 from ...serving.runs.step_latencies import coarseness_notes, latencies_for_serving
-from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
+from ...serving.runs.trace_requests import draw_requests
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
 from ..measure.for_serving import measure_latencies

@@ -29,13 +29,8 @@ from ...serving.families.geometry import Geometry
 from ...serving.models.defaults import ModelDefaults
 from ...serving.options import EngineName
 from ...serving.runs.simulated.calibration import ServedRun
-from ...serving.runs.trace_settings import (
-    DEFAULT_SLO_SCALE,
-    TraceSettings,
-    check_slo_scale,
-    draw_for_simulation,
-    draw_requests,
-)
+from ...serving.runs.trace_requests import draw_requests
+from ...serving.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale
 from ...serving.scheduling.systems import COMPARED_SYSTEMS, System, get_system
 from ...serving.simulator.distrifusion import PUBLISHED
 from ..experiment.turns import rotated
@@ -121,9 +116,7 @@ class SweepSettings:
     def requests(self, rate: float, seed: int, defaults: ModelDefaults) -> list[Request]:
         """Return the trace of a rate and a seed, without SLOs from standalone latencies. Raises as `draw_requests`."""
         trace = replace(self.trace, request_rate=rate, seed=seed)
-        if self.engine == "simulator" and self.geometry is not None:
-            return draw_for_simulation(trace, defaults, self.geometry)
-        return draw_requests(trace, defaults, geometry=self.geometry)
+        return draw_requests(trace, defaults, geometry=self.geometry, sizes_only=self.engine == "simulator")
 
     def order(self) -> Iterator[tuple[float, int, tuple[str, ...]]]:
         """Yield rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""

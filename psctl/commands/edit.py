@@ -11,7 +11,7 @@ from ...data.checks import require_prompt
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import parse
-from ...serving.conflicts import refuse_conflicts
+from ...serving.conflicts import conflict_in, refuse_conflicts
 from ...serving.options import TemplateOptions, TemplateTiers
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
@@ -160,9 +160,9 @@ def edit(
         raise UsageError("--edit-link-mbps and --plan are of reading records: add --reuse")
     elif tiers != TemplateTiers():
         raise UsageError(f"{', '.join(sorted(TIERS.names()))} are of records: add --reuse")
-    others = reference or []
+    others, features = reference or [], engine.features | ({"--reuse": "--reuse"} if reuse else {})
     if others:
-        refuse_conflicts(engine.features | {"--reference": "--reference"} | ({"--reuse": "--reuse"} if reuse else {}))
+        refuse_conflicts(features | {"--reference": "--reference"})
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
@@ -182,8 +182,12 @@ def edit(
     if others and (rule is None or is_redrawn):
         reason = f"{target.model} takes no references" if rule is None else "give a --mask, or no --strength"
         raise UsageError(f"--reference is of images that follow others: {reason}")
-    if rule is not None and not reuse and not is_redrawn:
-        refuse_conflicts(engine.features | {"--reference": f"an edit by {target.model}, which sees its image"})
+    conflict = conflict_in(features | {"--reference": f"an edit by {target.model}, which sees its image,"})
+    if rule is not None and conflict is not None and not is_redrawn:
+        if may_change is None:
+            raise UsageError(conflict)
+        out.note(f"The model sees its text alone: {conflict}.")
+    elif rule is not None and not is_redrawn:
         seen = [read_image(read_content(path), str(path)) for path in others]
         references = rule.seen(pixels, seen, geometry.size_multiple, is_masked=may_change is not None)
     if rule is not None and may_change is None and not is_redrawn:

@@ -47,7 +47,7 @@ def serve_cascade(plan: CascadePlan, output_file: Path | None, target: Target, o
     from ...serving.cascade.systems import get_cascade_system
     from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
     from ...serving.runs.cascade.serve import serve_cascade as run_serve
-    from ...serving.runs.trace_settings import draw_requests
+    from ...serving.runs.trace_requests import draw_requests
 
     get_cascade_system(plan.system)
     found, trace = find_cascade_launch(plan.cascade, plan.options, target), plan.trace

@@ -225,7 +225,7 @@ def simulate_cascade(plan: CascadePlan, output_file: Path | None, target: Target
     """Simulate, write the run, and print its figures."""
     from ...serving.cascade.systems import get_cascade_system
     from ...serving.runs.cascade.folder import cascade_summary, write_cascade_run
-    from ...serving.runs.trace_settings import draw_requests
+    from ...serving.runs.trace_requests import draw_requests
 
     specs, trace = parse_cascade(plan.cascade), plan.trace
     get_cascade_system(plan.system)

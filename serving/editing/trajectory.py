@@ -82,4 +82,4 @@ def begin_on_trajectory(
         inside = drawn * state.scheduler.init_noise_sigma if scales_noise else drawn
     levels = torch.tensor([[1.0, 0.0]]).repeat(len(trajectory), 1)
     known = KnownArea(weights, mask > 0, clean, torch.zeros_like(clean), levels, trajectory)
-    return torch.lerp(trajectory[:1], inside, weights), known
+    return torch.where(weights > 0, inside, trajectory[:1]), known

@@ -1,14 +1,16 @@
 """Sizes of latents and tokens of a model, and the resolutions and edits that they allow. No torch."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ...data.edits import EditSpec, active_share, latent_mask, soft_latent_mask
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from .references import ReferenceRule
+from .table import Entry, token_side
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,17 +44,25 @@ class Geometry:
         return cls(latent_factor, math.lcm(8, latent_factor), 1 << (num_levels - 1), rounds_steps_up=False)
 
     @classmethod
-    def of_transformer(
-        cls,
-        latent_factor: int,
-        token_side: int,
-        references: ReferenceRule | None = None,
-        *,
-        has_soft_masks: bool = False,
-    ) -> "Geometry":
+    def of_transformer(cls, latent_factor: int, token_side: int, references: ReferenceRule | None = None) -> "Geometry":
         """Geometry of a transformer in which each token represents a square of latents."""
         multiple = latent_factor * token_side
-        return cls(latent_factor, multiple, token_side, True, references, has_soft_masks)
+        return cls(latent_factor, multiple, token_side, rounds_steps_up=True, references=references)
+
+    @classmethod
+    def of_entry(cls, entry: Entry | None, latent_factor: int, config: Mapping[str, Any]) -> "Geometry":
+        """Geometry of a family's transformer; of any transformer for None.
+
+        Args:
+            entry: description of the family.
+            latent_factor: pixels on a side of one latent of the autoencoder.
+            config: configuration of the transformer.
+        """
+        side = token_side(entry, config)
+        if entry is None:
+            return cls.of_transformer(latent_factor, side)
+        found = cls.of_transformer(latent_factor * entry.folds, side, entry.references)
+        return replace(found, has_soft_masks=entry.has_soft_masks)
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Return height and width of the latents of an image."""
@@ -84,9 +94,7 @@ class Geometry:
             return
         if self.references is None:
             raise UsageError(f"{name} takes no references: it draws from text, or edits the image that it is given")
-        if len(request.references) > self.references.most:
-            most = "one reference" if self.references.most == 1 else f"{self.references.most} references"
-            raise UsageError(f"{len(request.references)} references are given, but {name} takes {most} at most")
+        self.references.check_number(len(request.references), name)
         for reference in request.references:
             self.check_size(reference.resolution, name)
 

@@ -15,7 +15,7 @@ from ...data.requests import Request
 from . import Decode, Family
 from .encoder import ImageEncoder
 from .geometry import Geometry
-from .table import FAMILIES, token_side
+from .table import FAMILIES
 from .text import join_texts
 from .transformer import Transformer
 
@@ -44,12 +44,7 @@ def transformer_family(
         encodes_modes: whether images are encoded as the mode of the autoencoder's posterior, and not sampled from it.
     """
     entry = FAMILIES[type(pipe).__name__]
-    geometry = Geometry.of_transformer(
-        pipe.vae_scale_factor * entry.folds,
-        token_side(entry, pipe.transformer.config),
-        entry.references,
-        has_soft_masks=entry.has_soft_masks,
-    )
+    geometry = Geometry.of_entry(entry, pipe.vae_scale_factor, pipe.transformer.config)
     return Family(
         geometry=geometry,
         latent_channels=latent_channels,

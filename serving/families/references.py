@@ -68,6 +68,16 @@ class ReferenceRule:
             )
         return Reference(np.asarray(fitted))
 
+    def check_number(self, number: int, name: str) -> None:
+        """Raise UsageError if the model of this name does not take so many references."""
+        if number > self.most:
+            most = "one reference" if self.most == 1 else f"{self.most} references"
+            raise UsageError(f"{number} references are given, but {name} takes {most} at most")
+
+    def num_seen(self, num_others: int, *, is_masked: bool) -> int:
+        """Return the number of references of a request that `seen` returns, given that of further images."""
+        return num_others if is_masked and num_others and self.in_place_of_own else 1 + num_others
+
     def seen(
         self,
         image: "NDArray[np.uint8]",

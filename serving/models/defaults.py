@@ -107,17 +107,11 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
 def read_geometry(model_dir: Path) -> "Geometry":
     """Return the geometry of a model from its configuration files. Raises RunError if one is damaged."""
     from ..families.geometry import Geometry
-    from ..families.table import token_side
 
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
     _, config, entry = _entry_of(model_dir)
     if "patch_size" in config or "all_patch_size" in config:
-        side = token_side(entry, config)
-        if entry is None:
-            return Geometry.of_transformer(latent_factor, side)
-        return Geometry.of_transformer(
-            latent_factor * entry.folds, side, entry.references, has_soft_masks=entry.has_soft_masks
-        )
+        return Geometry.of_entry(entry, latent_factor, config)
     return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
 
 

@@ -33,7 +33,8 @@ from .standalone import doubt_standalone, shape_of, standalone_latencies
 from .step_file import latencies_of_file
 from .step_latencies import MeasureLatencies, latencies_for_serving
 from .summary import engine_figures, optional_figures
-from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
+from .trace_requests import draw_requests
+from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale
 
 if TYPE_CHECKING:
     from ..engine.run_result import RunResult

@@ -25,7 +25,7 @@ from .images import base64_of
 from .json_body import read_object
 from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
-from .openapi import body_of, edit_form, errors
+from .openapi import body_of, edit_bodies, errors
 from .page import page_response
 from .protocol import GENERATIONS, Generation, parse_generation
 from .sse import events_of, usage_of
@@ -90,7 +90,7 @@ def make_app(
 
     @app.post(
         EDITS,
-        openapi_extra=edit_form(front_end.model, front_end.limits),
+        openapi_extra=edit_bodies(front_end.model, front_end.limits),
         responses=_IMAGE_ERRORS,
     )
     async def edit(request: Request) -> Response:

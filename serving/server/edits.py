@@ -20,7 +20,6 @@ from ...data.datasets.decode import size_of
 from ...data.edits import EditSpec, Reference, TemplateSpec, own_mask, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ..families.references import ReferenceRule
 from .body import MAX_NAME, Body, shown
 from .errors import invalid, wrong_type
 from .fields import RECORD_FIELDS, ModelFacts, edit_fields, unsupported
@@ -41,7 +40,7 @@ chunks), which are read one by one. Ordinary programs write about ten scans, and
 """
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
 _EOI, _SOS, _WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
-_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)|(?:the )?reference")
+_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)|(?:the |[0-9]+ )?reference")
 """Start of messages about edits, which names the field."""
 Part = str | bytes
 """A part of a form: text, or the bytes of a file."""
@@ -93,6 +92,9 @@ def parse_edit(
             if model.references is not None:
                 reason += ": others are references, with a mask or without a strength"
             raise invalid(f"{len(images)} images were sent, but {reason}", "image")
+        if model.references is not None and (is_drawn or mask is not None):
+            num_seen = model.references.num_seen(len(images) - 1, is_masked=mask is not None)
+            model.references.check_number(num_seen, model.name)
         most_pixels = _MOST_REFERENCE_PIXELS if is_drawn else limits.max_pixels
         first = _size_of(image, "image", most_pixels)
         for other in images[1:]:
@@ -121,7 +123,8 @@ def parse_edit(
             full_steps=fields.full_steps,
             dilate=fields.dilate,
         )
-        references = () if may_change is None else _beside(pixels, images[1:], fields, model)
+        is_masked = may_change is not None
+        references = _seen(pixels, images[1:], fields, model, is_masked=True) if is_masked else ()
         return replace(generation, edit=spec, references=references, kind="image_edit")
     except UsageError as error:
         begin = _PARAM.match(str(error))
@@ -134,33 +137,25 @@ def _drawn_from(
     """Return the request for a new image, by default of the served size that is nearest to `first`, that of the first
     image. Raises as `parse_edit`.
     """
-    rule = model.references
-    assert rule is not None
-    _check_number(len(images), model.name, rule)
     _refuse_fields_of_masks(fields)
     is_auto = fields.size == "auto"
     resolution = _nearest(first, model.defaults.resolutions) if is_auto else parse_size(fields.size, model, limits)
     generation = generation_of(fields, resolution, model, limits, header_slo)
-    pixels = [read_image(image, "image") for image in images]
-    is_low = fields.input_fidelity == "low"
-    references = rule.seen(pixels[0], pixels[1:], model.size_multiple, is_masked=False, is_low=is_low)
+    pixels = read_image(images[0], "image")
+    references = _seen(pixels, images[1:], fields, model, is_masked=False)
     return replace(generation, references=references, kind="image_edit")
 
 
-def _beside(image: NDArray[np.uint8], others: Sequence[bytes], fields: Any, model: ModelFacts) -> tuple[Reference, ...]:
-    """Return the references of an edit by a mask: those in these files, and its own image (`ReferenceRule.beside`)."""
+def _seen(
+    image: NDArray[np.uint8], others: Sequence[bytes], fields: Any, model: ModelFacts, *, is_masked: bool
+) -> tuple[Reference, ...]:
+    """Return the references of an edit, of its image and these files. Raises UsageError as `ReferenceRule.seen`."""
     rule = model.references
     if rule is None:
         return ()
-    # One that takes the place of the image is no further one.
-    _check_number(max(1, len(others) + (not rule.in_place_of_own)), model.name, rule)
-    seen = [read_image(other, "image") for other in others]
-    return rule.seen(image, seen, model.size_multiple, is_masked=True, is_low=fields.input_fidelity == "low")
-
-
-def _check_number(number: int, name: str, rule: ReferenceRule) -> None:
-    if number > rule.most:
-        raise invalid(f"the model would see {number} images, but {name} takes {rule.most} at most", "image")
+    pixels = [read_image(other, "image") for other in others]
+    is_low = fields.input_fidelity == "low"
+    return rule.seen(image, pixels, model.size_multiple, is_masked=is_masked, is_low=is_low)
 
 
 def _nearest(size: Resolution, served: Sequence[Resolution]) -> Resolution:

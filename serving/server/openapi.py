@@ -43,18 +43,23 @@ def body_of(body: Body) -> dict[str, Any]:
 
 def form_of(body: Body, *files: str) -> dict[str, Any]:
     """Return a form, for `openapi_extra`: its files, of which the first is required, and its fields."""
-    properties = {key: {"type": "string", "format": "binary"} for key in files} | body.schema["properties"]
-    schema = {"type": "object", "required": [files[0], *body.schema["required"]], "properties": properties}
-    return _request_body(schema, "multipart/form-data")
+    return _request_body(_with_files(body, {"type": "string", "format": "binary"}, *files), "multipart/form-data")
 
 
-def edit_form(model: ModelFacts, limits: Limits) -> dict[str, Any]:
+def _with_files(body: Body, file: dict[str, Any], *names: str) -> dict[str, Any]:
+    properties = dict.fromkeys(names, file) | body.schema["properties"]
+    return {"type": "object", "required": [names[0], *body.schema["required"]], "properties": properties}
+
+
+def edit_bodies(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     """Return the bodies of `POST /v1/images/edits`, for `openapi_extra`: a form, in which some clients call the image
     `image[]`, and JSON, in which some call it `images`.
     """
     fields = edit_fields(model, limits)
-    form, found = form_of(fields, "image", "mask"), _edit_of_json(fields)
-    contents = form["requestBody"]["content"] | found["requestBody"]["content"]
+    as_text = {"type": "string", "description": "a data URL, or base64", "contentEncoding": "base64"}
+    bodies = form_of(fields, "image", "mask")
+    contents = bodies["requestBody"]["content"]
+    contents["application/json"] = {"schema": _with_files(fields, as_text, "image", "mask")}
     for content in contents.values():
         properties = content["schema"]["properties"]
         if model.references is not None:
@@ -63,14 +68,7 @@ def edit_form(model: ModelFacts, limits: Limits) -> dict[str, Any]:
             properties["reuse"] = {"enum": [False]}
             for name in RECORD_FIELDS:
                 del properties[name]
-    return {"requestBody": {"required": True, "content": contents}}
-
-
-def _edit_of_json(fields: Body) -> dict[str, Any]:
-    file = {"type": "string", "description": "a data URL, or base64", "contentEncoding": "base64"}
-    properties = {"image": file, "mask": file} | fields.schema["properties"]
-    schema = {"type": "object", "required": ["image", *fields.schema["required"]], "properties": properties}
-    return _request_body(schema, "application/json")
+    return bodies
 
 
 def query_of(fields: Body) -> dict[str, Any]:

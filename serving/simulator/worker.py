@@ -151,7 +151,7 @@ class SimulatedWorker:
     def arrive(self, request: Request, view: RequestView, now_s: float) -> None:
         """Add a request that was sent to this worker, with its view."""
         state = self.scheduler.add(request, view)
-        if self._held_records is not None and request.traced is not None:
+        if self._held_records is not None and request.edited is not None:
             state.record.active_share, state.record.reused = view.active_share, view.active_share < 1
         self._prepare_next(now_s)
 

@@ -31,7 +31,8 @@ from patchedserve.profiling.http.load import LoadResult, LoadSettings, send_load
 from patchedserve.profiling.http.plan import shapes_of, warm_up
 from patchedserve.serving.models.loading import model_defaults
 from patchedserve.serving.runs.machine import cpu_name
-from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
+from patchedserve.serving.runs.trace_requests import draw_requests
+from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.tests.support.http_server import HttpServer
 
 _PSCTL = str(Path(sys.executable).parent / "psctl")

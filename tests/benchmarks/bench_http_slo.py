@@ -32,7 +32,8 @@ from patchedserve.profiling.http.plan import shapes_of, warm_up
 from patchedserve.profiling.sweep.held import ratio, sustained_rate
 from patchedserve.serving.models.loading import model_defaults, resolve_model
 from patchedserve.serving.runs.machine import cpu_name
-from patchedserve.serving.runs.trace_settings import TraceSettings, draw_requests
+from patchedserve.serving.runs.trace_requests import draw_requests
+from patchedserve.serving.runs.trace_settings import TraceSettings
 from patchedserve.tests.support.http_server import HttpServer
 
 _SLO_SCALE, _TARGET, _LOST = 5.0, 0.95, 0.5

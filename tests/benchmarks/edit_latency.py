@@ -32,7 +32,8 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, StagesName
 from patchedserve.serving.runs.machine import cpu_name
-from patchedserve.serving.runs.trace_settings import TraceEditSettings, TraceSettings, draw_requests
+from patchedserve.serving.runs.trace_requests import draw_requests
+from patchedserve.serving.runs.trace_settings import TraceEditSettings, TraceSettings
 from patchedserve.serving.scheduling.policies import get_policy
 
 RESULTS = Path(__file__).with_name("results")

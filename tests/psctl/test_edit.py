@@ -93,6 +93,12 @@ def test_references_are_seen_and_not_kept(run_psctl: RunPsctl, folder: Path) -> 
     found = np.asarray(Image.open(folder / "m.png")).astype(int)
     assert np.abs(found - expected)[box].max() <= 1
     assert (found[~box] == square[~box]).all()
+    alone = (*masked[:5], "-o", folder / "alone.png", "--parallel", "virtual:2")
+    run = run_psctl(*alone, "--json", **where)
+    assert run.returncode == 0, run.stderr
+    assert "The model sees its text alone: " in run.stderr
+    assert "which sees its image, does not work with --parallel" in run.stderr
+    assert "references" not in json.loads(run.stdout)
     for words, message in (
         ((*edit, "--strength", "0.5"), "--reference is of images that follow others: give a --mask, or no --strength"),
         ((*edit[:3], "-r", "64", "--strength", "0.5"), "--resolution is for images that are drawn from references"),
@@ -100,7 +106,7 @@ def test_references_are_seen_and_not_kept(run_psctl: RunPsctl, folder: Path) -> 
         ((*edit, "--parallel", "virtual:2"), "--reference does not work with --parallel"),
         (
             (*edit[:3], "--cache", "accumulated", "--cache-threshold", "1"),
-            "which sees its image does not work with --cache accumulated: ",
+            "which sees its image, does not work with --cache accumulated: ",
         ),
         (
             (*edit, "--mask", folder / "mask.png", "--reuse"),

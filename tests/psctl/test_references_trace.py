@@ -14,7 +14,7 @@ from patchedserve.data.traces.edits import image_of
 from patchedserve.data.traces.files import load_trace
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.families.references import CROPPED
-from patchedserve.serving.runs.trace_settings import with_references
+from patchedserve.serving.runs.trace_requests import with_references
 
 from ..conftest import RunPsctl
 from ..support.tiny_families import tiny_klein
@@ -84,6 +84,19 @@ def test_references_take_time_on_the_virtual_clock(run_psctl: RunPsctl, model: P
         run = run_psctl(*simulate, *words, **where)
         assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stderr
         assert message in run.stderr
+
+
+def test_sweeps_simulate_edits_by_masks(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    """Without records they compute all pixels, as new images do; no image is read."""
+    (tmp_path / "steps.csv").write_text(TABLE)
+    tables = ("--latency", "steps.csv", "--plain-latency", "steps.csv", "--resolutions", "32,64")
+    sweep = ("bench", "slo", "--on", "simulator", *tables, "--systems", "bucketed", "--rates", "5", "--json")
+    where = {"PSCTL_MODEL": str(save_tiny(tmp_path / "sdxl", tiny_sdxl(), num_inference_steps=2))}
+    plain, edits = (
+        json.loads(run_psctl(*sweep, *more, **where).stdout)["engines"]["simulator"]["points"]
+        for more in ((), ("--edits", "0.5", "--mask-ratios", "public"))
+    )
+    assert [point["latency_p95"] for point in edits] == [point["latency_p95"] for point in plain]
 
 
 @pytest.mark.slow

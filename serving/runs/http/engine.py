@@ -167,7 +167,7 @@ def build_engine(
         warm_up=[*([request] for request in alone_first), together],
         records_templates=recipe.templates is not None and recipe.templates.record == "first",
     )
-    facts = EngineFacts(_model_facts(recipe, model), alone, replace(model.identity, name=recipe.name))
+    facts = EngineFacts(_model_facts(recipe, model, on_note), alone, replace(model.identity, name=recipe.name))
     return BuiltEngine(setup, facts, model, correction)
 
 
@@ -237,8 +237,8 @@ def _standalone(
     return StandaloneLatencies(measured, model.defaults.num_inference_steps)
 
 
-def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
-    """Return the facts of the model that requests are checked against."""
+def _model_facts(recipe: EngineRecipe, model: "ServedModel", on_note: Notify) -> "ModelFacts":
+    """Return the facts of the model that requests are checked against. Calls `on_note` if edits see no references."""
     from ...conflicts import conflict_in
     from ...server.protocol import ModelFacts
 
@@ -246,7 +246,10 @@ def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
     if usual not in recipe.sizes:
         usual = max(recipe.sizes, key=lambda size: size.pixels)
     reusing = {} if recipe.templates is None else {"--reuse": "--reuse-templates"}
-    is_refused = conflict_in(model.options.features | reusing | {"--reference": "references"}) is not None
+    references = model.family.geometry.references
+    conflict = conflict_in(model.options.features | reusing | {"--reference": "an edit by reference"})
+    if references is not None and conflict is not None:
+        on_note(f"Edits see no references: {conflict}.")
     return ModelFacts(
         recipe.name,
         replace(model.defaults, resolutions=tuple(recipe.sizes), default_resolution=usual),
@@ -254,7 +257,7 @@ def _model_facts(recipe: EngineRecipe, model: "ServedModel") -> "ModelFacts":
         dtype=str(model.dtype).removeprefix("torch."),
         reuses_templates=recipe.templates is not None,
         adapters=() if model.adapters is None else model.adapters.names,
-        references=None if is_refused else model.family.geometry.references,
+        references=None if conflict is not None else references,
     )
 
 

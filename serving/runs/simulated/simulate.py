@@ -30,7 +30,8 @@ from ...simulator.graphs import GraphModel, GraphsMode
 from ..notes import Notify
 from ..run_folder import WriteReport, write_run
 from ..step_latencies import edit_profile_for_simulation
-from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_for_simulation
+from ..trace_requests import draw_requests
+from ..trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale
 from .calibration import Calibration
 from .deployment import OnFinish, SimulatedDeployment
 from .files import EngineFiles, read_graph_costs
@@ -111,8 +112,12 @@ class SimulationPlan:
         if rate is not None and self.trace.speed is not None:
             raise UsageError(f"--speed is {self.trace.speed:g}, but a request rate of {rate:g} has another: omit one")
         trace = replace(self.trace, request_rate=1.0 if rate is None else rate)
-        requests = draw_for_simulation(
-            trace.with_length(DEFAULT_NUM_PROMPTS), defaults, lambda: model_geometry(self.model), self.model
+        requests = draw_requests(
+            trace.with_length(DEFAULT_NUM_PROMPTS),
+            defaults,
+            geometry=lambda: model_geometry(self.model),
+            name=self.model,
+            sizes_only=True,
         )
         return at_rate(requests, rate) if self.is_file and rate is not None else requests
 

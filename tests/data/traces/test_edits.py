@@ -25,7 +25,8 @@ from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.families.references import CROPPED, KONTEXT
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.runs.trace_settings import TraceSettings, blank_image, draw_requests, with_references
+from patchedserve.serving.runs.trace_requests import blank_image, draw_requests, with_references
+from patchedserve.serving.runs.trace_settings import TraceSettings
 
 # InstGenIE section 2.2 and figure 3.
 PUBLISHED = {

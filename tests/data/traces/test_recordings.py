@@ -17,7 +17,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse, parse_list
 from patchedserve.data.traces.recordings import Recording, Selection, read_recording
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.runs.trace_settings import TraceSettings, draw_trace
+from patchedserve.serving.runs.trace_requests import draw_trace
+from patchedserve.serving.runs.trace_settings import TraceSettings
 
 from ...support.caption_sets import METADATA_SCHEMA
 

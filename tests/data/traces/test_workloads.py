@@ -10,7 +10,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import parse, parse_list
 from patchedserve.data.traces.workloads import DATASET_C, fit_sizes
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.runs.trace_settings import TraceSettings, draw_trace
+from patchedserve.serving.runs.trace_requests import draw_trace
+from patchedserve.serving.runs.trace_settings import TraceSettings
 
 SMALL = ModelDefaults(default_resolution=parse("256"), resolutions=parse_list("128,192,256"))
 

@@ -8,7 +8,8 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.runs.trace_settings import TraceSettings, draw_trace, parse_slo
+from patchedserve.serving.runs.trace_requests import draw_trace
+from patchedserve.serving.runs.trace_settings import TraceSettings, parse_slo
 
 S, L = Resolution(128, 128), Resolution(256, 256)
 

@@ -129,12 +129,12 @@ def test_images_without_a_mask_are_references_of_models_that_take_them() -> None
     alone = replace(model, references=KONTEXT)
     parts = [("image", IMAGE), ("image[]", IMAGE), ("mask", MASK), ("prompt", "a hat")]
     assert [str(each.resolution) for each in parse_edit(parts, alone, LIMITS).references] == ["1184x880"]
-    with pytest.raises(ApiError, match="the model would see 2 images, but tiny takes 1 at most"):
+    with pytest.raises(ApiError, match="2 references are given, but tiny takes one reference at most"):
         parse_edit([*parts, ("image[]", IMAGE)], alone, LIMITS)
     for images, fields, param, message in (
         ([IMAGE] * 2, {"strength": "0.5"}, "image", "others are references, with a mask or without a strength"),
-        ([IMAGE] * 11, {}, "image", "the model would see 11 images, but tiny takes 10 at most"),
-        ([IMAGE] * 11, {"mask": MASK}, "image", "the model would see 11 images, but tiny takes 10 at most"),
+        ([IMAGE] * 11, {}, "image", "11 references are given, but tiny takes 10 references at most"),
+        ([IMAGE] * 11, {"mask": MASK}, "image", "11 references are given, but tiny takes 10 references at most"),
         (
             [file_of(image_of(Resolution(8, 64)))],
             {},
