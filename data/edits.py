@@ -34,15 +34,20 @@ class Reference:
 
     Attributes:
         image: (height, width, 3) uint8, at the size at which the model sees it.
+        view: the same image, (height, width, 3), at the size at which a text encoder that sees images does, if it is
+            another; None for `image`.
 
     Raises:
-        UsageError: the image has another shape or dtype.
+        UsageError: the image or its view has another shape or dtype.
     """
 
     image: NDArray[np.uint8]
+    view: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
         _require_rgb("a reference", self.image)
+        if self.view is not None:
+            _require_rgb("a reference", self.view)
 
     @property
     def resolution(self) -> Resolution:

@@ -55,6 +55,12 @@ CONFLICTS = (
     Conflict("--reference", "--parallel", "ranks divide the tokens of drawn images only"),
     Conflict("--reference", "--cache", "it keeps results of drawn images only; --cache schedule works"),
     Conflict("--reference", "--reuse", "records are of passes that see no references"),
+    *(
+        Conflict(option, name, "it takes no references, and every request of this model has one")
+        for option in ("--parallel", "--cache", "--reuse")
+        for name, entry in FAMILIES.items()
+        if entry.references is not None and entry.references.least
+    ),
     Conflict("--edit-link-mbps", "--cuda-graphs", "it plans by the times of parts of passes, which are one recording"),
     Conflict("--breakdown", "--cuda-graphs", "it times single modules, which are one recording"),
     Conflict("--breakdown", "--compile", "it times single modules, which are one graph"),

@@ -1,7 +1,7 @@
 """Scenes: objects and their places, background and caption, and the rendering of a scene."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -25,6 +25,8 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "purple": (146, 104, 196),
     "pink": (244, 172, 198),
 }
+TINTS = ("gray", "red", "orange", "yellow", "green", "blue", "purple", "pink")
+"""Colours, of those of backgrounds, in which a drawing can be painted."""
 SHADE_JITTER = 6  # maximum change of a background colour, in levels per channel
 
 # Plural and mass nouns: no article.
@@ -38,13 +40,17 @@ KIND_WEIGHTS = {"one": 0.70, "two": 0.08, "pair": 0.22}
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One drawing in a scene. Centre and side are fractions of the image's width, height and shorter side."""
+    """One drawing in a scene. Centre and side are fractions of the image's width, height and shorter side.
+
+    `tint` is one of TINTS, in whose shades the drawing is painted, or "" for its own colours.
+    """
 
     name: str
     center_x: float
     center_y: float
     side: float
     angle_deg: float
+    tint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,11 @@ def compose(rng: np.random.Generator, resolution: Resolution, names: tuple[str, 
     return Scene(placements, background, (red, green, blue), caption_of(names, background, rng))
 
 
+def recoloured(scene: Scene, tint: str) -> Scene:
+    """Return the scene with all its drawings painted in one of TINTS."""
+    return replace(scene, placements=tuple(replace(placement, tint=tint) for placement in scene.placements))
+
+
 def caption_of(names: tuple[str, ...], background: str, rng: np.random.Generator | None = None) -> str:
     """Return the caption of a scene; with a generator, in one of several phrasings."""
     if len(names) == 2 and names[0] == names[1]:
@@ -133,6 +144,8 @@ def render(scene: Scene, resolution: Resolution) -> Image.Image:
     for placement in scene.placements:
         side = max(8, round(placement.side * min(width, height)))
         stamp = object_raster(placement.name)
+        if placement.tint:
+            stamp = _painted(stamp, BACKGROUNDS[placement.tint])
         # The drawing is rotated at full size, so that it stays sharp, and scaled afterwards.
         stamp = stamp.rotate(placement.angle_deg, Image.Resampling.BILINEAR).resize(
             (side, side), Image.Resampling.LANCZOS
@@ -140,6 +153,19 @@ def render(scene: Scene, resolution: Resolution) -> Image.Image:
         left, top = round(placement.center_x * width - side / 2), round(placement.center_y * height - side / 2)
         _composite(canvas, stamp, left, top)
     return canvas.convert("RGBA").convert("RGB")
+
+
+def _painted(stamp: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
+    """Paint a premultiplied stamp in shades of a colour: black stays dark, grey becomes the colour, white pale."""
+    pixels = np.asarray(stamp, dtype=np.float32) / 255
+    alpha = pixels[..., 3:]
+    light = (pixels[..., :3] @ np.array([0.299, 0.587, 0.114], np.float32))[..., None]
+    # All of these are premultiplied, like the stamp: twice the light up to the colour, then on towards white.
+    full = np.array(colour, np.float32) / 255
+    dark, pale = np.minimum(2 * light, alpha), np.maximum(2 * light - alpha, 0)
+    painted = full * (0.3 * alpha + 0.7 * dark) + 0.6 * (1 - full) * pale
+    levels = np.rint(255 * np.concatenate([np.minimum(painted, alpha), alpha], -1)).astype(np.uint8)
+    return Image.frombytes("RGBa", stamp.size, levels.tobytes())
 
 
 def _composite(canvas: Image.Image, stamp: Image.Image, left: int, top: int) -> None:

@@ -68,7 +68,7 @@ _SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), 
 
 RECORDS = TableSchema(
     "records",
-    5,
+    6,
     (
         column("request_id", _I, meaning="number of the request in its trace"),
         column("prompt", _S),
@@ -100,6 +100,7 @@ RECORDS = TableSchema(
         column("reused", _B, "", True, "of an edit: whether the other cells were read from its template's record"),
         column("lora", _S, "", True, "adapters that it names, with their scales"),
         column("steps_reused", _I, "", True, "steps that reused anything of cache or record; with 0 it is exact"),
+        column("references", _S, "", True, "sizes of the images that it saw beside its prompt: 128x128 192x144"),
     ),
     oldest=1,
 )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ...data.edits import Reference
 from ...data.emoji.art import object_names
 from ...data.emoji.dataset import EmojiDataset
 from ...data.emoji.scene import BACKGROUNDS, Scene, caption_of, compose, heldout_singles, render, with_article
@@ -138,8 +139,11 @@ def generate(
     resolutions: Sequence[Resolution],
     options: CardOptions,
     on_step: Callable[[int], None] = lambda steps: None,
+    references: Sequence[Reference] = (),
 ) -> list[Image.Image]:
-    """Generate one picture per caption on the engine, with seeds from `options.seed`. Raises RunError if one fails."""
+    """Generate one picture per caption on the engine, with seeds from `options.seed`, beside a reference each if there
+    are any. Raises RunError if one fails.
+    """
     engine = Engine(
         model,
         get_policy("continuous"),
@@ -150,7 +154,15 @@ def generate(
     steps = options.num_inference_steps or model.defaults.num_inference_steps
     for index, (caption, resolution) in enumerate(zip(captions, resolutions, strict=True)):
         engine.submit(
-            Request(index, caption, resolution, steps, model.defaults.guidance_scale, seed=options.seed + index)
+            Request(
+                index,
+                caption,
+                resolution,
+                steps,
+                model.defaults.guidance_scale,
+                seed=options.seed + index,
+                references=tuple(references[index : index + 1]),
+            )
         )
     engine.close()
     result = engine.run()

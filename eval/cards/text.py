@@ -6,6 +6,7 @@ from typing import Any
 from ... import __version__
 from ...data.emoji.art import ART_SOURCE, object_names
 from ...profiling.report.table import Table
+from ...training.bundled.text import MAX_TOKENS
 
 _ABOUT = {
     "emoji-xl": (
@@ -27,6 +28,13 @@ _ABOUT = {
         "guidance 4, which its students have baked in (Meng et al. 2023), so that it draws without guidance. It was "
         "made to be the light model of a cascade with `emoji-xl`.",
     ),
+    "emoji-edit": (
+        "FluxKontextPipeline",
+        "FLUX.1 Kontext's architecture, small: `FluxTransformer2DModel` of ten joint blocks, continued from `emoji-3`, "
+        "with a CLIP and a T5 encoder that read instructions, and the autoencoder of `emoji-xl`. It edits a picture of "
+        "its world after an instruction (a new background, another object, an object less, another colour), which it "
+        "sees at its own size, and draws without one. It needs no guidance.",
+    ),
     "emoji-clip": (
         "CLIPModel",
         "A CLIP model that judges pictures of the emoji world. It was trained apart from the generators: other data "
@@ -47,15 +55,28 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
     settings = figures.get("settings", {})
     asked = ", ".join(f"{key}={settings[key]}" for key in ("num_inference_steps", "guidance_scale") if key in settings)
     head = f"---\nlicense: apache-2.0\nlibrary_name: {'transformers' if name == 'emoji-clip' else 'diffusers'}\n---\n"
-    use = (
-        f'from diffusers import {pipeline}\n\npipe = {pipeline}.from_pretrained("{name}")\n'
-        'prompt = "a red apple on a blue background"\n'
-        f"image = pipe(prompt, width=192, height=192, {asked}).images[0]"
-        if name != "emoji-clip"
-        else f'from transformers import CLIPModel, CLIPProcessor\n\nmodel = CLIPModel.from_pretrained("{name}")\n'
-        f'processor = CLIPProcessor.from_pretrained("{name}")'
-    )
-    picture = "" if name == "emoji-clip" else "\n![128, 192 and 256 pixels, top to bottom](samples.png)\n"
+    load = f'from diffusers import {pipeline}\n\npipe = {pipeline}.from_pretrained("{name}")\n'
+    shown = "128, 192 and 256 pixels, top to bottom"
+    if name == "emoji-clip":
+        use = (
+            f'from transformers import CLIPModel, CLIPProcessor\n\nmodel = CLIPModel.from_pretrained("{name}")\n'
+            f'processor = CLIPProcessor.from_pretrained("{name}")'
+        )
+    elif name == "emoji-edit":
+        use = (
+            f"from diffusers.utils import load_image\n{load}"
+            'seen = load_image("apple.png")  # of 128, 192 or 256 pixels\n'
+            'prompt = "replace the red apple by a top hat"\n'
+            "size = dict(width=seen.width, height=seen.height, max_area=seen.width * seen.height, _auto_resize=False)\n"
+            f"image = pipe(seen, prompt, **size, {asked}, max_sequence_length={MAX_TOKENS}).images[0]"
+        )
+        shown += ", each row of pictures above their edits"
+    else:
+        use = (
+            f'{load}prompt = "a red apple on a blue background"\n'
+            f"image = pipe(prompt, width=192, height=192, {asked}).images[0]"
+        )
+    picture = "" if name == "emoji-clip" else f"\n![{shown}](samples.png)\n"
     return (
         f"{head}# {name}\n\n{about}\n\nShipped with psctl {__version__}.\n{picture}\n```python\n{use}\n```\n\n"
         f"## Data\n\n{len(object_names())} drawings from the {ART_SOURCE}, one or two at a time on ten background "

@@ -16,7 +16,8 @@ from ..output import Output
 def models_list(*, out: Output) -> None:
     """List the bundled models with their default sizes, steps and guidance scale.
 
-    emoji-xl and emoji-3 draw images; emoji-clip measures how well images match their prompts.
+    emoji-xl and emoji-3 draw images, emoji-edit follows an image and an instruction; emoji-clip measures how well
+    images match their prompts.
 
     Examples:
 
@@ -50,7 +51,7 @@ def models_list(*, out: Output) -> None:
 def models_card(
     *,
     name: Annotated[
-        Literal["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-clip"],
+        Literal["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-edit", "emoji-clip"],
         typer.Argument(help="The bundled model to measure."),
     ],
     models_dir: Annotated[
@@ -80,7 +81,8 @@ def models_card(
 ) -> None:
     """Measure a bundled model on held-out data. --write adds the figures to its model card.
 
-    Generators are judged by the emoji-clip of the same folder and by the real Inception network.
+    Generators are judged by the emoji-clip of the same folder and by the real Inception network, and the edits of
+    emoji-edit by how near they come to the pictures that they should make.
 
     Examples:
 
@@ -90,6 +92,7 @@ def models_card(
     """
     with out.status("Loading ..."):
         from ...eval.cards.cards import CardOptions, measure_generator, measure_judge, sample_grid, write_card
+        from ...eval.cards.edits import edit_grid, measure_editor
         from ...eval.metrics.clip import load_clip
         from ...serving.models.loading import load_model
         from ...serving.models.placement import resolve_device
@@ -113,10 +116,13 @@ def models_card(
         model = load_model(str(folder), target.device, target.dtype)
         steps = num_inference_steps or model.defaults.num_inference_steps
         with out.phases() as start:
-            advance = start("denoising steps", steps * (num_images + 3 * num_fid))
+            edits_too = model.family.geometry.references is not None
+            advance = start("denoising steps", steps * ((1 + 2 * edits_too) * num_images + 3 * num_fid))
             figures = measure_generator(model, clip, options, extractor, advance)
+            if edits_too:
+                figures |= measure_editor(model, clip, options, advance)
         if write:
-            grid = sample_grid(model, options)
+            grid = (edit_grid if edits_too else sample_grid)(model, options)
     if write:
         write_card(name, models_dir, figures, options, grid)
     out.data(figures)
@@ -125,7 +131,7 @@ def models_card(
 def models_train(
     *,
     part: Annotated[
-        Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo", "all"],
+        Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-edit", "all"],
         typer.Argument(help="Part to train. All but the first two need text and autoencoder."),
     ],
     steps: Annotated[
@@ -137,7 +143,8 @@ def models_train(
     from_models: Annotated[
         Path | None,
         flag(
-            "--from-models", "Start from the weights of finished models in this folder (emoji-clip, emoji-xl, emoji-3)."
+            "--from-models",
+            "Start from the weights of finished models in this folder (emoji-clip, emoji-xl, emoji-3, emoji-edit).",
         ),
     ] = None,
     seed: Seed = 0,
@@ -148,7 +155,7 @@ def models_train(
 
     Checkpoints are in WORKSPACE/training/PART. To extend a finished training, pass more --steps: it continues from the
     state before the learning rate decayed. The order of training is text, autoencoder, emoji-clip, emoji-xl, emoji-3,
-    emoji-xl-turbo, which is distilled from emoji-xl in stages of --steps each.
+    emoji-xl-turbo, which is distilled from emoji-xl in stages of --steps each, emoji-edit, which starts from emoji-3.
 
     Examples:
 

@@ -100,7 +100,7 @@ class RequestRecord:
 
     `lora` names the adapters that were used, as `data.adapters.adapters_text` formats them. `steps_reused` is the
     number of its steps that have reused anything, from the cache or from the record of a template; it is known when
-    all steps are done. If it is 0, the image is exact.
+    all steps are done. If it is 0, the image is exact. `references` are the sizes of the images that it saw.
     """
 
     request_id: int
@@ -129,6 +129,7 @@ class RequestRecord:
     reused: bool | None = None
     lora: str | None = None
     steps_reused: int | None = None
+    references: str | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -147,6 +148,7 @@ class RequestRecord:
             strength=None if edit is None else edit.strength,
             mask_ratio=None if edit is None else edit.mask_ratio,
             lora=adapters_text(request.adapters),
+            references=" ".join(str(each.resolution) for each in request.references) or None,
         )
 
     def close(self, status: Status, now_s: float, reason: str | None = None) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...data.edits import EditSpec, active_share, latent_mask, soft_latent_mask
 from ...data.errors import UsageError
@@ -64,6 +64,12 @@ class Geometry:
         found = cls.of_transformer(latent_factor * entry.folds, side, entry.references)
         return replace(found, has_soft_masks=entry.has_soft_masks)
 
+    def with_references(self, size: Literal["own", "trained"]) -> "Geometry":
+        """Return this geometry for a model that sees references at this size (`ModelDefaults.reference_size`)."""
+        if self.references is None or size == "trained":
+            return self
+        return replace(self, references=self.references.at_own_size())
+
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Return height and width of the latents of an image."""
         return resolution.height // self.latent_factor, resolution.width // self.latent_factor
@@ -90,7 +96,9 @@ class Geometry:
 
     def check_references(self, request: Request, name: str) -> None:
         """Raise UsageError if the model of this name does not take the references of a request."""
-        if not request.references:
+        if self.references is not None and request.edited is not None and not self.references.takes_edits:
+            raise UsageError(f"{name} edits by references alone, not by a mask or a strength")
+        if self.references is None and not request.references:
             return
         if self.references is None:
             raise UsageError(f"{name} takes no references: it draws from text, or edits the image that it is given")

@@ -1,4 +1,7 @@
-"""Qwen-Image: joint blocks; rotary positions of text after those of the image; guided norms; a video autoencoder."""
+"""Qwen-Image: joint blocks; rotary positions of text after those of the image; guided norms; a video autoencoder.
+
+The text encoder of Qwen-Image-Edit sees the references, too, and their tokens follow those of the image.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,8 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from PIL.Image import Image
+from PIL.Image import fromarray as as_image
 from torch import Tensor
 
 from ...data.errors import UsageError
@@ -21,19 +25,27 @@ from .transformer import Blocks, Transformer
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """Call the model on packed latents, as a `transformer.Call`."""
     count, _, height, width = latents.shape
+    others = dict(conditions)
+    images = [latents, *others.pop("references", ())]
+    if model.config.zero_cond_t and not model.zero_cond_t:
+        timesteps = torch.cat([timesteps, torch.zeros_like(timesteps)])
     predicted = model(
-        QwenImagePipeline._pack_latents(latents, *latents.shape),
+        torch.cat([QwenImagePipeline._pack_latents(each, *each.shape) for each in images], 1),
         timestep=timesteps.to(latents.dtype) / 1000,
-        img_shapes=[[(1, height // 2, width // 2)]] * count,
+        img_shapes=[[(1, each.shape[2] // 2, each.shape[3] // 2) for each in images]] * count,
         return_dict=False,
-        **conditions,
+        **others,
     )[0]
-    return QwenImagePipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)[:, :, 0]
+    drawn = predicted[:, : height * width // 4]
+    return QwenImagePipeline._unpack_latents(drawn, height, width, vae_scale_factor=1)[:, :, 0]
 
 
-def joint_angles(embed: Any, height: int, width: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rotary angles of image and text, as `Transformer.joint_angles`."""
-    return embed([(1, height, width)], max_txt_seq_len=length, device=device)
+def joint_angles(
+    embed: Any, sizes: Sequence[tuple[int, int]], length: int, device: torch.device
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Return the rotary angles of images and text, as `Transformer.joint_angles`."""
+    images, text = embed([[(1, *size) for size in sizes]], max_txt_seq_len=length, device=device)
+    return images.split([height * width for height, width in sizes]), text
 
 
 TRANSFORMER = Transformer(
@@ -42,6 +54,7 @@ TRANSFORMER = Transformer(
     embed=lambda model, latents: model.img_in(QwenImagePipeline._pack_latents(latents, *latents.shape)),
     joint_angles=joint_angles,
     mask="encoder_hidden_states_mask",
+    at_zero="zero_cond_t",
     attention={"Attention": "QwenDoubleStreamAttnProcessor2_0"},
     known_classes=frozenset({
         *("QwenImageTransformer2DModel", "QwenImageTransformerBlock", "QwenEmbedRope", "QwenTimestepProjEmbeddings"),
@@ -53,15 +66,20 @@ _MOST = 1024
 """The limit of the pipeline."""
 
 
-def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -> Family:
+def family(
+    pipe: QwenImagePipeline | QwenImageEditPipeline | QwenImageEditPlusPipeline,
+    *,
+    max_sequence_length: int | None = None,
+) -> Family:
     """Return the family of this pipeline; `max_sequence_length` is that of its text encoder.
 
     Raises UsageError if the length exceeds the pipeline's limit, or if the model requires other conditions.
     """
     config: Any = pipe.transformer.config
-    for name in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
+    edits = not isinstance(pipe, QwenImagePipeline)
+    for name in ("guidance_embeds", "use_additional_t_cond") + (() if edits else ("zero_cond_t",)):
         if config.get(name):
-            raise UsageError(f"the transformer has {name}, which text-to-image models of QwenImagePipeline do not have")
+            raise UsageError(f"the transformer has {name}, which models of {type(pipe).__name__} do not have")
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MOST)
     return replace(
         transformer_family(
@@ -73,15 +91,21 @@ def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -
             guided_norm=_token_norm,
         ),
         decode=partial(_decode, pipe),
-        encode=partial(_encode, pipe.vae.config, ImageEncoder(pipe.vae)),
+        encode=partial(_encode, pipe.vae.config, ImageEncoder(pipe.vae, draws=not edits)),
     )
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
+    seen = [as_image(each.image if each.view is None else each.view) for each in request.references]
+    images: dict[str, Any] = {}
+    if seen:
+        images["image"] = seen if isinstance(pipe, QwenImageEditPlusPipeline) else seen[0]
+
     def encoded(prompt: str) -> tuple[Tensor, Tensor]:
         # Prompts are encoded separately, as in the pipeline; all tokens of a single prompt are valid, so the pipeline
         # returns no mask.
-        text = pipe.encode_prompt(prompt, device=pipe.transformer.device, max_sequence_length=max_sequence_length)[0]
+        length, device = max_sequence_length, pipe.transformer.device
+        text = pipe.encode_prompt(prompt, device=device, max_sequence_length=length, **images)[0]
         return text, text.new_ones(text.shape[:2], dtype=torch.long)
 
     negative = encoded(request.negative_prompt or "") if is_guided else (None, None)

@@ -5,7 +5,7 @@ No torch, and nothing heavy at import.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_PIXELS, LOW_PIXELS = 1024 * 1024, 512 * 512
 """Most pixels of a reference of FLUX.2, and of one of low fidelity; larger images are scaled down."""
+VIEW_PIXELS = 384 * 384
+"""Pixels of a reference as the text encoder of Qwen-Image-Edit's later versions sees it."""
 _NARROW = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
 KONTEXT_SIZES = (
     *(Resolution(*sides) for sides in _NARROW),
@@ -39,14 +41,24 @@ class ReferenceRule:
         fit: brings an image to a size that the model takes, as its pipeline does, given the number of pixels of which
             sides must be multiples.
         fit_low: the same for references of low fidelity, which have fewer pixels; None if the model has one fidelity.
+        view: brings an image to the size at which the text encoder sees it; None if it sees none, or the fitted image.
+        least: least references of a request.
         in_place_of_own: whether, in an edit by a mask, given references take the place of the image itself, which is
             one of its references otherwise.
+        takes_edits: whether the model also edits by masks and strengths.
     """
 
     most: int
     fit: "Callable[[Image, int], Image]"
     fit_low: "Callable[[Image, int], Image] | None" = None
+    view: "Callable[[Image, int], Image] | None" = None
+    least: int = 0
     in_place_of_own: bool = False
+    takes_edits: bool = True
+
+    def at_own_size(self) -> "ReferenceRule":
+        """Return the rule of a model that sees images at their own size, at most MOST_PIXELS."""
+        return replace(self, fit=_cropped)
 
     def fitted(self, image: "NDArray[np.uint8]", multiple: int, *, is_low: bool = False) -> "Reference":
         """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels; of low
@@ -60,16 +72,19 @@ class ReferenceRule:
         from ...data.edits import Reference
 
         fit = self.fit_low if is_low and self.fit_low is not None else self.fit
-        fitted = fit(Image.fromarray(image), multiple) if min(image.shape[:2]) >= multiple else None
+        given = Image.fromarray(image)
+        fitted = fit(given, multiple) if min(given.size) >= multiple else None
         if fitted is None or min(fitted.size) < multiple:
-            given, least = f"{image.shape[1]}x{image.shape[0]}", f"{multiple}x{multiple}"
             raise UsageError(
-                f"the reference has {given} pixels, but it must have {least} or more once it fits the model"
+                f"the reference has {given.width}x{given.height} pixels, but it must have {multiple}x{multiple} or "
+                "more once it fits the model"
             )
-        return Reference(np.asarray(fitted))
+        return Reference(np.asarray(fitted), None if self.view is None else np.asarray(self.view(given, multiple)))
 
     def check_number(self, number: int, name: str) -> None:
-        """Raise UsageError if the model of this name does not take so many references."""
+        """Raise UsageError if the model of this name does not take so many references, or wants more."""
+        if number < self.least:
+            raise UsageError(f"{name} draws only after references, of which a request needs {self.least}, but has none")
         if number > self.most:
             most = "one reference" if self.most == 1 else f"{self.most} references"
             raise UsageError(f"{number} references are given, but {name} takes {most} at most")
@@ -122,7 +137,23 @@ def _cropped(image: "Image", multiple: int, most: int = MOST_PIXELS) -> "Image":
     return image.crop((left, top, left + width, top + height))
 
 
+def of_area(image: "Image", multiple: int, pixels: int = MOST_PIXELS) -> "Image":
+    """Scale an image to about so many pixels, with sides that are multiples of 32, as `calculate_dimensions` does, but
+    never 0.
+    """
+    from PIL.Image import Resampling
+
+    del multiple  # 32 is one of all models
+    width = math.sqrt(pixels * (image.width / image.height))
+    height = width / (image.width / image.height)
+    return image.resize((max(1, round(width / 32)) * 32, max(1, round(height / 32)) * 32), Resampling.LANCZOS)
+
+
 KONTEXT = ReferenceRule(1, _trained_size, in_place_of_own=True)
 """The rule of FLUX.1 Kontext."""
 CROPPED = ReferenceRule(10, _cropped, partial(_cropped, most=LOW_PIXELS))
 """The rule of FLUX.2, whose pipelines set no bound for their number."""
+QWEN_EDIT = ReferenceRule(1, of_area, least=1, takes_edits=False)
+"""The rule of Qwen-Image-Edit, whose pipeline scales images to about a megapixel."""
+QWEN_EDIT_PLUS = ReferenceRule(10, of_area, view=partial(of_area, pixels=VIEW_PIXELS), takes_edits=False)
+"""The rule of its later versions, whose pipeline sets no bound for their number."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .references import CROPPED, KONTEXT, ReferenceRule
+from .references import CROPPED, KONTEXT, QWEN_EDIT, QWEN_EDIT_PLUS, ReferenceRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class Entry:
         settings: maps the configuration of model and pipeline to default settings, used if `psctl.json` has none.
         references: which references its pipeline takes; None if it takes none.
         has_soft_masks: as in `geometry.Geometry`.
+        needs: Python package, no dependency of psctl, that transformers needs to load a part of its pipeline.
     """
 
     title: str
@@ -30,6 +31,7 @@ class Entry:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     references: ReferenceRule | None = None
     has_soft_masks: bool = False
+    needs: str | None = None
 
 
 def _klein_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +115,22 @@ FAMILIES: Mapping[str, Entry] = {
         module="qwen",
         model="QwenImageTransformer2DModel",
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
+    ),
+    "QwenImageEditPipeline": Entry(
+        title="Qwen-Image-Edit",
+        module="qwen",
+        model="QwenImageTransformer2DModel",
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
+        references=QWEN_EDIT,
+        needs="torchvision",
+    ),
+    "QwenImageEditPlusPipeline": Entry(
+        title="Qwen-Image-Edit 2509, 2511",
+        module="qwen",
+        model="QwenImageTransformer2DModel",
+        settings=lambda _: {"num_inference_steps": 40, "guidance_scale": 4.0},
+        references=QWEN_EDIT_PLUS,
+        needs="torchvision",
     ),
     "ZImagePipeline": Entry(
         title="Z-Image",

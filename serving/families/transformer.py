@@ -5,7 +5,7 @@ token separately need no change. Attention, positions and inputs that a row has 
 are mapped to the tokens of that row by leaves, which `serving.patched.swap` inserts where the family says.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,9 @@ Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
 the names of the family) -> the prediction, shaped like the latents. The condition `references` holds the latents
 (rows, channels, height, width) of each reference. The patched model is called the same way, with patches in place of
 rows of latents, those of references among them; rows of timesteps and conditions are then those of the batch."""
+
+JointAngles = Callable[[Any, Sequence[tuple[int, int]], int, torch.device], tuple[Sequence[Tensor], Tensor]]
+"""Computes rotary angles of images and text, as `Transformer.joint_angles` describes."""
 
 PAD = 2
 """Mask value of text tokens that become pads, in the layout "padded"."""
@@ -74,14 +77,17 @@ class Transformer:
             the model takes none.
         text_ids: returns the position ids of a text of `length` tokens, independent of its image, for a model with a
             leaf "text"; None if text stays at zero.
-        joint_angles: returns the rotary angles of an image of (height, width) tokens, [height * width, half a head's
-            width], and of its text of `length` tokens, computed by the model's `pos_embed`: complex numbers of length
-            1. None if text stays at zero.
+        joint_angles: returns the rotary angles of an image and its references, given their (height, width) in tokens,
+            [height * width, half a head's width] each, and of their text of `length` tokens, computed by the model's
+            `pos_embed`: complex numbers of length 1. None if text stays at zero.
         positions: returns the positions that the patch embedding adds to the tokens of an image of (height, width)
             tokens, (height * width, width of a token); None to compute them as SD3 does.
         leaves: leaves outside the blocks, by the name of the module, in the layout "joint".
         mask: name in the model's forward of the condition that marks valid text tokens of each row, (rows, length);
             None if all are valid. In the layout "padded", `PAD` marks tokens that become pads.
+        at_zero: name of the model's attribute that is set if tokens of references are modulated as at timestep 0; None
+            if there is none. The patch engine clears it, and `call` then passes these timesteps after those of the
+            rows.
         adds_mask: whether the pipeline adds the mask to attention scores, as numbers and only between valid tokens, so
             that other tokens get less weight instead of none.
         attention: classes of its attention modules, besides those with diffusers' usual processor, each with the
@@ -99,10 +105,11 @@ class Transformer:
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
     reference_ids: Callable[[int, int, int, Tensor], Tensor] | None = None
     text_ids: Callable[[int, Tensor], Tensor] | None = None
-    joint_angles: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
+    joint_angles: JointAngles | None = None
     positions: Callable[[Any, int, int], Tensor] | None = None
     leaves: Mapping[str, Leaf] = field(default_factory=lambda: {"norm_out.linear": "rows"})
     mask: str | None = None
+    at_zero: str | None = None
     adds_mask: bool = False
     attention: Mapping[str, str] = field(default_factory=dict)
     known_classes: frozenset[str] = frozenset()

@@ -61,6 +61,7 @@ def build_model(
     given = options or EngineOptions()
     defaults, options = defaults or ModelDefaults(), given
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
+    family = replace(family, geometry=family.geometry.with_references(defaults.reference_size))
     features = options.features | {type(pipe).__name__: f"a {type(pipe).__name__}"}
     refuse_conflicts(features)
     if options.cuda_graphs is None:

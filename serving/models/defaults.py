@@ -52,6 +52,8 @@ class ModelDefaults:
         decoder_dtype: number format in which images are decoded instead of float32, where the pipeline keeps the
             autoencoder in float32 beside a model of 16 bits: a statement that its images are within one grey level
             (1 of 255) of those in float32. None for no such statement.
+        reference_size: "own" for a model of FLUX.1 Kontext's classes that sees references at their own size; "trained"
+            for one that sees them at the nearest of the sizes that FLUX.1 Kontext was trained on, as its pipeline does.
     """
 
     num_inference_steps: int = 30
@@ -60,6 +62,7 @@ class ModelDefaults:
     resolutions: tuple[Resolution, ...] = _PAPER_SIZES
     max_sequence_length: int | None = None
     decoder_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    reference_size: Literal["own", "trained"] = "trained"
 
 
 @cache
@@ -77,6 +80,7 @@ def _given() -> "type[BaseModel]":
         "resolutions": Annotated[list[int | str], Field(min_length=1)],
         "max_sequence_length": PositiveInt,
         "decoder_dtype": Literal["float32", "bfloat16", "float16"],
+        "reference_size": Literal["own", "trained"],
     }
     optional: dict[str, Any] = {name: (kind | None, None) for name, kind in fields.items()}
     return create_model("Given", __config__=ConfigDict(extra="forbid", strict=True), **optional)
@@ -111,7 +115,8 @@ def read_geometry(model_dir: Path) -> "Geometry":
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
     _, config, entry = _entry_of(model_dir)
     if "patch_size" in config or "all_patch_size" in config:
-        return Geometry.of_entry(entry, latent_factor, config)
+        geometry = Geometry.of_entry(entry, latent_factor, config)
+        return geometry.with_references(read_defaults(model_dir).reference_size)
     return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
 
 

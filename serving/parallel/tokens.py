@@ -69,8 +69,8 @@ class StripRotary(nn.Module):
         context, transformer, like = self.context, self.transformer, self.context.latents
         size, length, text = size_of(context, self._factor), context.text.length, None
         if transformer.joint_angles is not None:
-            angles = transformer.joint_angles(self.embed, *size, length, like.device)
-            image, text = (turns_of(each).unbind(1) for each in angles)
+            (image,), text = transformer.joint_angles(self.embed, [size], length, like.device)
+            image, text = (turns_of(each).unbind(1) for each in (image, text))
         else:
             assert transformer.image_ids is not None, "a rotary model has ids or angles"
             image = self.embed(transformer.image_ids(*size, like))

@@ -18,6 +18,7 @@ from ..families import transformer_of
 from ..families.table import entry_of, token_side
 from .attention import PatchedJointAttention
 from .context import PatchContext, to_patches, to_tokens
+from .row_leaves import RowsAndZeroToPatches
 
 
 def install(model: Any, cache: PatchCache, context: PatchContext) -> None:
@@ -147,6 +148,7 @@ class _CachedTransformerBlock(_Wrapper):
         self._signature = signature(block.forward)
         self._has_text_beside = any(isinstance(leaf, PatchedJointAttention) for leaf in block.modules())
         self._gives_both = self._has_text_beside
+        self._is_modulated_twice = any(isinstance(leaf, RowsAndZeroToPatches) for leaf in block.modules())
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         cache, given = self.cache, self._signature.bind(*arguments, **named).arguments
@@ -199,7 +201,9 @@ class _CachedTransformerBlock(_Wrapper):
         places = active.stream(0 if self._has_text_beside else self._text_length(given)).places
         entries = places[::tokens_of_entry] // tokens_of_entry
 
-        def part(value: Any) -> Any:
+        def part(name: str, value: Any) -> Any:
+            if name == "temb" and self._is_modulated_twice:
+                return value.unflatten(0, (2, num_rows)).index_select(1, active.rows).flatten(0, 1)
             if isinstance(value, tuple):
                 length = (len(value[0]) - self.context.num_tokens) // num_rows
                 return tuple(angles.index_select(0, active.stream(length).places) for angles in value)
@@ -210,7 +214,7 @@ class _CachedTransformerBlock(_Wrapper):
             assert len(value) == num_rows, "blocks are given something for each row, patch or token"
             return value.index_select(0, active.rows)
 
-        return {name: part(value) for name, value in given.items()}
+        return {name: part(name, value) for name, value in given.items()}
 
     def _parted(self, out: Any, length: int, num_rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Split a block's output into image tokens [tokens, channels] and texts [rows, length, channels], if any."""

@@ -44,6 +44,7 @@ class BatchValues:
         positions: learnt positions [tokens, width] of all image tokens.
         turns: rotary angles of all tokens of a stream, by the number of text tokens of each row ahead of the images.
         pad_bias: (rows, 1), bias for the scores of the pad of each image (`padded`).
+        is_reference: (P,), 1 for patches of references and 0 for those of images, of models that modulate them apart.
     """
 
     repeats: int = 1
@@ -56,6 +57,7 @@ class BatchValues:
     positions: Tensor | None = None
     turns: dict[int, Rotary] = field(default_factory=dict)
     pad_bias: Tensor | None = None
+    is_reference: Tensor | None = None
 
     @property
     def key(self) -> tuple[object, ...]:

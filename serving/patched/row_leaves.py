@@ -1,5 +1,6 @@
 """Leaves that repeat values with one entry per row for the row's patches, and that embed latents as tokens."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,33 @@ class RowsToPatches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).index_select(0, self.context.row_of_patch)
+
+
+class RowsAndZeroToPatches(BatchLeaf):
+    """`RowsToPatches` on values of the timesteps of all rows, and then of as many timesteps 0, for the patches of
+    references.
+    """
+
+    def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
+        super().__init__()
+        self.linear, self.context = linear, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.context
+        rows, is_reference = context.row_of_patch, self.fill(x)
+        if context.rows is not None or context.active is not None:
+            assert not context.batch.references, "caches and masks take no references"
+            is_reference = torch.zeros_like(rows)
+        return self.linear(x).index_select(0, rows + is_reference * (len(x) // 2))
+
+    def fill(self, text: Tensor) -> Tensor:
+        """Return which patches are of references, (P,), 1 or 0; see `BatchLeaf`."""
+        values, level = self.context.batch_values, self.context.batch.levels[0]
+        if values.is_reference is None:
+            number = lambda value: lambda *size: text.new_full((math.prod(size), 1), value, dtype=torch.int64)  # noqa: E731
+            tokens = repeated(level, number(0), "torch", of_references=lambda _: number(1))
+            values.is_reference = tokens.view(len(level.row_index), -1)[:, 0].contiguous()
+        return values.is_reference
 
 
 class EmbToPatches(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.attention import Rotary
-from ..families.transformer import Transformer
+from ..families.transformer import JointAngles, Transformer
 from .context import BatchLeaf, PatchContext, joined, repeated
 
 
@@ -79,14 +79,14 @@ class RotaryPositions(BatchLeaf):
 
 
 class JointRotary(BatchLeaf):
-    """The rotary angles of all tokens, for models in which those of a text depend on the size of its image.
+    """The rotary angles of all tokens, for models in which those of a text depend on the sizes of its images.
 
     Args:
         embed: the model's own module.
         joint_angles: see `Transformer`.
     """
 
-    def __init__(self, embed: Any, joint_angles: Callable[..., tuple[Tensor, Tensor]], context: PatchContext) -> None:
+    def __init__(self, embed: Any, joint_angles: JointAngles, context: PatchContext) -> None:
         super().__init__()
         self.embed, self.joint_angles, self.context = embed, joint_angles, context
 
@@ -101,11 +101,20 @@ class JointRotary(BatchLeaf):
     def _angles(self, length: int, device: torch.device) -> Rotary:
         """Return the angles of the text tokens of all rows, then of image tokens in packed order."""
         context, level = self.context, self.context.batch.levels[0]
-        sizes = {(group.height, group.width) for group in level.groups}
-        made = {size: tuple(map(turns_of, self.joint_angles(self.embed, *size, length, device))) for size in sizes}
-        texts = [made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups]
+        # Those of a token depend on its place, the number of its reference and its size, those of a text on all sizes.
+        images: dict[tuple[int, int, int], Tensor] = {}
+        texts = []
+        for group in level.groups:
+            sizes = ((group.height, group.width), *group.references)
+            of_images, of_text = self.joint_angles(self.embed, sizes, length, device)
+            images |= {(number, *size): each for number, (size, each) in enumerate(zip(sizes, of_images, strict=True))}
+            texts.append(turns_of(of_text).repeat(group.rows, 1, 1))
         text = joined(texts, context.batch.num_dummies * length)
-        image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
+
+        def table(number: int) -> Callable[[int, int], Tensor]:
+            return lambda *size: turns_of(images[number, *size]).flatten(1)
+
+        image = repeated(level, table(0), self.context.kernels, of_references=lambda number: table(1 + number))
         cosines, sines = torch.cat([text, image.unflatten(1, (2, -1))]).unbind(1)
         return cosines, sines
 

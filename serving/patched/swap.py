@@ -25,6 +25,7 @@ from .row_leaves import (
     CachedConstant,
     PatchedPatchEmbed,
     ResultsToPatches,
+    RowsAndZeroToPatches,
     RowsToPatches,
     RowTimesteps,
     rows_to_patches,
@@ -119,8 +120,12 @@ class PatchSwap(Swap):
                 self.wrap(model, name, CachedConstant, model.device)
             else:
                 self.wrap(model, name, _LEAVES[kind], context)
+        modulated = rows_to_patches
+        if transformer.at_zero is not None and getattr(model, transformer.at_zero):
+            self.put(model, transformer.at_zero, False)
+            modulated = RowsAndZeroToPatches
         for block in getattr(model, transformer.joint.name):
-            self.wrap(block, transformer.joint.modulation, rows_to_patches, context)
+            self.wrap(block, transformer.joint.modulation, modulated, context)
             for name in transformer.joint.attention:
                 attention = getattr(block, name, None)
                 if attention is not None:

@@ -48,13 +48,16 @@ async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
 
 
 def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
-    """Return the token counts that OpenAI's clients expect. There are no tokens: pixels count as output tokens."""
+    """Return the token counts that OpenAI's clients expect. There are no tokens: pixels of images count as output, and
+    those of the references that the model sees as input.
+    """
     pixels = generation.resolution.pixels * num_images
+    seen = generation.pixels_seen - generation.resolution.pixels
     return {
-        "input_tokens": 0,
-        "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+        "input_tokens": seen,
+        "input_tokens_details": {"image_tokens": seen, "text_tokens": 0},
         "output_tokens": pixels,
-        "total_tokens": pixels,
+        "total_tokens": seen + pixels,
     }
 
 

@@ -95,6 +95,9 @@ def test_references_and_drawings_are_served_together(tmp_path: Path) -> None:
         )
         again = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))))
         assert np.abs(again.astype(int) - found[2]).max() <= 1
+        usage, seen = answer.json()["usage"], sum(reference.resolution.pixels for reference in REFERENCES)
+        assert (usage["input_tokens"], usage["output_tokens"]) == (seen, 96 * 32)
+        assert usage["total_tokens"] == seen + 96 * 32
         described = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/images/edits"]["post"]
         properties = described["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
         assert (properties["image"]["type"], properties["image"]["maxItems"]) == ("array", 10)

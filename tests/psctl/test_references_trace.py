@@ -51,6 +51,7 @@ def test_served_images_follow_their_references(run_psctl: RunPsctl, model: Path,
         assert np.abs(drawn - expected).max() <= 1, request.request_id
         assert record["status"] == "completed"
         assert (record["strength"], record["mask_ratio"]) == (None, None)
+        assert (record["references"] or "").split() == [str(each.resolution) for each in request.references]
     # What a request takes alone depends on what it sees.
     wanted = {" beside ".join([str(each.resolution)] * (1 + len(each.references))) + ", 2 steps" for each in seen}
     assert json.loads(run.stdout)["standalone_latency"].keys() == wanted

@@ -4,6 +4,8 @@ The reference is always the family's own diffusers pipeline, which draws each re
 """
 
 import copy
+import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import PatchCache
 from patchedserve.serving.conflicts import conflict_in
 from patchedserve.serving.core.prepared import PreparedRequest
+from patchedserve.serving.families.table import FAMILIES
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import ModelDefaults, read_geometry
 from patchedserve.serving.models.loading import load_model
@@ -43,6 +46,7 @@ from .tiny_families import (
     tiny_lumina2,
     tiny_pixart,
     tiny_qwen,
+    tiny_qwen_edit,
     tiny_schnell,
     tiny_z_image,
 )
@@ -66,6 +70,7 @@ BUILDS: dict[str, Build] = {
     "pixart": tiny_pixart,
     "lumina2": tiny_lumina2,
     "qwen": tiny_qwen,
+    "qwen-edit": tiny_qwen_edit,
     "z-image": tiny_z_image,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
@@ -215,6 +220,13 @@ def text_lengths_are_those_of_the_model(build: Build) -> None:
 
 def a_saved_folder_loads(build: Build) -> None:
     pipe, request = build(), mixed([2] * 4)[1]
+    if (needed := FAMILIES[type(pipe).__name__].needs) is not None and importlib.util.find_spec(needed) is None:
+        with TemporaryDirectory() as folder:
+            index = {"_class_name": type(pipe).__name__, "transformer": ["diffusers", type(pipe.transformer).__name__]}
+            (Path(folder) / "model_index.json").write_text(json.dumps(index))
+            with pytest.raises(UsageError, match=f"a {type(pipe).__name__} needs {needed}: pip install {needed}"):
+                load_model(folder, "cpu", "float32")
+        return
     with TemporaryDirectory() as folder:
         save_tiny(Path(folder), pipe)
         loaded = load_model(folder, "cpu", "float32")

@@ -16,6 +16,7 @@ WEIGHT_FILES = {
     "emoji-clip": "model.safetensors",
     "emoji-xl": "unet/diffusion_pytorch_model.safetensors",
     "emoji-3": "transformer/diffusion_pytorch_model.safetensors",
+    "emoji-edit": "transformer/diffusion_pytorch_model.safetensors",
 }
 """File with the trained weights, in the folder of each finished model."""
 

@@ -12,6 +12,8 @@ from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -34,6 +36,7 @@ from ...data.files import atomic_folder, write_json
 from ...data.models.bundled import CARD_FILES, write_checksums
 from .generators import BETAS, FLOW_SHIFT
 from .judge import IMAGE_SIDE
+from .text import MAX_TOKENS
 
 T5_VOCABULARY = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0)]
 SERVED_SIZES = ["128", "192", "256"]
@@ -105,6 +108,29 @@ def export_emoji_3(
         tokenizer_3=T5Tokenizer(vocab=T5_VOCABULARY, extra_ids=0),
     )
     _save(pipe, folder, {"num_inference_steps": 30, "guidance_scale": 4.0, "resolutions": SERVED_SIZES})
+
+
+def export_emoji_edit(
+    folder: Path,
+    transformer: FluxTransformer2DModel,
+    vae: AutoencoderKL,
+    clip: tuple[CLIPTokenizer, CLIPTextModel],
+    t5: tuple[T5Tokenizer, T5EncoderModel],
+) -> None:
+    """Write a directory that `FluxKontextPipeline.from_pretrained` loads."""
+    vae.register_to_config(shift_factor=0.0)
+    pipe = FluxKontextPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=FLOW_SHIFT),
+        vae=vae,
+        tokenizer=clip[0],
+        text_encoder=clip[1],
+        tokenizer_2=t5[0],  # type: ignore[arg-type]  # annotated as the fast one, which is this class by now
+        text_encoder_2=t5[1],
+    )
+    defaults = {"num_inference_steps": 12, "guidance_scale": 1.0, "max_sequence_length": MAX_TOKENS}
+    defaults["reference_size"] = "own"
+    _save(pipe, folder, {**defaults, "resolutions": SERVED_SIZES})
 
 
 def zero_t5(width: int) -> T5EncoderModel:

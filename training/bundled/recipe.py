@@ -3,34 +3,38 @@
     text -> autoencoder -> emoji-clip          (the judge: needs only the tokenizer)
                         -> emoji-xl, emoji-3   (need text and autoencoder)
                            emoji-xl -> emoji-xl-turbo
+                           emoji-3 -> emoji-edit    (with text encoders of its own)
 
 Every part has a folder of its own with its checkpoints and its finished model, and resumes where it stopped.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from diffusers import AutoencoderKL
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from ...data.emoji.dataset import EmojiDataset
+from ...data.emoji.edits import EditDataset
 from ...data.errors import UsageError
 from ...data.files import sha256_of
 from ...data.resolution import Resolution
 from .autoencoder import train_autoencoder
 from .continuation import WEIGHT_FILES, adopt_parts, save_part
 from .distill import distill
-from .export import export_emoji_3, export_emoji_clip, export_emoji_xl, export_emoji_xl_turbo
+from .edit_model import EDIT_SIZES, EditText, continue_from_emoji_3, load_or_encode_edits, train_edit_model
+from .edit_text import train_edit_encoder, train_edit_tokenizers
+from .export import export_emoji_3, export_emoji_clip, export_emoji_edit, export_emoji_xl, export_emoji_xl_turbo
 from .generators import TextTower, TransformerObjective, UNetObjective, train_generator
 from .judge import SOURCES, draw_judge_pool, train_judge
 from .latents import TRAINING_SIZES, draw_pool, load_or_encode
 from .loop import OnStep, Task, ignore_step
 from .text import new_text_encoder, train_text_encoder, train_tokenizer
 
-Part = Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo"]
+Part = Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-edit"]
 PARTS: tuple[Part, ...] = get_args(Part)
 DEFAULT_STEPS: dict[Part, int] = {
     "text": 1200,
@@ -39,11 +43,13 @@ DEFAULT_STEPS: dict[Part, int] = {
     "emoji-xl": 8900,
     "emoji-3": 11500,
     "emoji-xl-turbo": 900,
+    "emoji-edit": 6000,
 }
 """Training steps of the shipped weights. The three models were trained in several runs: 560, 3300 and 3300 steps, then
 the rest with `--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`.
 The number for emoji-xl-turbo is that of each of its stages."""
 
+EDIT_TEXT_STEPS = 600
 TEXT_ENCODERS = {"small": (64, 2, 1), "large": (96, 3, 2)}
 """Width, number of layers and seed of the two text encoders."""
 
@@ -100,7 +106,8 @@ def train_part(
     length = steps or DEFAULT_STEPS[part]
     initial_weights = None
     teacher = (from_models or models_dir) / "emoji-xl" / WEIGHT_FILES["emoji-xl"]
-    if from_models is not None and part == "emoji-xl-turbo":
+    is_begun_elsewhere = part == "emoji-edit" and not ((from_models or models_dir) / part).is_dir()
+    if from_models is not None and (part == "emoji-xl-turbo" or is_begun_elsewhere):
         adopt_parts(from_models, root)
     elif from_models is not None:
         if part not in WEIGHT_FILES:
@@ -122,6 +129,8 @@ def train_part(
         export_emoji_clip(models_dir / part, model.cpu(), tokenizer)
         return models_dir / part
     task = Task(root / part, length, seed, initial_weights)
+    if part == "emoji-edit":
+        return _train_edit(root, models_dir, device, task, report, from_models or models_dir)
     return _train_generator(part, root, models_dir, device, task, report, teacher)
 
 
@@ -167,9 +176,7 @@ def _train_generator(
     datasets = [EmojiDataset(resolution, size, seed=task.seed) for resolution, size in TRAINING_SIZES.items()]
     vae.to(device)
     sets = [load_or_encode(vae, digest, dataset, root / "latents", device, report.on_image) for dataset in datasets]
-    num_others = len(TRAINING_SIZES) - len(SIZE_WEIGHTS)
-    weights = tuple(SIZE_WEIGHTS.get(size, OTHER_SIZES_WEIGHT / num_others) for size in TRAINING_SIZES)
-
+    weights = _size_weights(TRAINING_SIZES)
     torch.manual_seed(task.seed)
     tower = TextTower(tokenizer, [encoder.to(device) for encoder in encoders])
     if part == "emoji-xl-turbo":
@@ -181,6 +188,62 @@ def _train_generator(
     export = {"emoji-xl": export_emoji_xl, "emoji-3": export_emoji_3, "emoji-xl-turbo": export_emoji_xl_turbo}[part]
     export(models_dir / part, model, vae.cpu(), tokenizer, [encoder.cpu() for encoder in encoders])
     return models_dir / part
+
+
+def _train_edit(
+    root: Path, models_dir: Path, device: torch.device, task: Task, report: Reporter, finished: Path
+) -> Path:
+    """Train emoji-edit from the weights of a finished one, or else its text encoders and then its transformer, from
+    that of emoji-3 in `finished`.
+    """
+    text_folder = finished / "emoji-edit"
+    if task.initial_weights is None:
+        text_folder = task.folder
+        _train_edit_text(task, device, report)
+        initial = task.folder / "initial.safetensors"
+        continue_from_emoji_3(finished / "emoji-3" / WEIGHT_FILES["emoji-3"], initial, task.seed)
+        task = replace(task, initial_weights=initial)
+    clip = (
+        CLIPTokenizer.from_pretrained(text_folder / "tokenizer"),
+        CLIPTextModel.from_pretrained(text_folder / "text_encoder", dtype=torch.float32),
+    )
+    t5 = (
+        T5Tokenizer.from_pretrained(text_folder / "tokenizer_2"),
+        T5EncoderModel.from_pretrained(text_folder / "text_encoder_2", dtype=torch.float32),
+    )
+    vae_folder = root / "autoencoder" / "model"
+    vae = _load(AutoencoderKL, vae_folder)
+    digest = sha256_of(vae_folder / "diffusion_pytorch_model.safetensors")
+    report.on_stage("latents", sum(EDIT_SIZES.values()))
+    datasets = [EditDataset(resolution, size, seed=task.seed) for resolution, size in EDIT_SIZES.items()]
+    vae.to(device)
+    folder = root / "latents"
+    sets = [load_or_encode_edits(vae, digest, dataset, folder, device, report.on_image) for dataset in datasets]
+    torch.manual_seed(task.seed)
+    report.on_stage("emoji-edit", task.steps)
+    weights = _size_weights(EDIT_SIZES)
+    model = train_edit_model(EditText(clip, t5, device), sets, weights, task, device, report.on_step)
+    export_emoji_edit(models_dir / "emoji-edit", model.cpu(), vae.cpu(), clip, t5)
+    return models_dir / "emoji-edit"
+
+
+def _train_edit_text(task: Task, device: torch.device, report: Reporter) -> None:
+    """Train the tokenizers and text encoders of emoji-edit in the task's folder, unless they are there."""
+    if all((task.folder / name).is_dir() for name in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")):
+        return
+    for number, tokenizer in enumerate(train_edit_tokenizers(task.seed)):
+        suffix = ("", "_2")[number]
+        steps = min(task.steps, EDIT_TEXT_STEPS)
+        report.on_stage(f"text encoder{suffix}", steps)
+        settings = Task(task.folder / f"text_training{suffix}", steps, task.seed + 1 + number)
+        encoder = train_edit_encoder(tokenizer, settings, device, report.on_step)
+        save_part(encoder.cpu(), task.folder / f"text_encoder{suffix}")
+        save_part(tokenizer, task.folder / f"tokenizer{suffix}")
+
+
+def _size_weights(sizes: Mapping[Resolution, int]) -> tuple[float, ...]:
+    num_others = len(sizes) - len(SIZE_WEIGHTS)
+    return tuple(SIZE_WEIGHTS.get(size, OTHER_SIZES_WEIGHT / num_others) for size in sizes)
 
 
 def _load_tokenizer(root: Path) -> CLIPTokenizer:

@@ -39,7 +39,11 @@ def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
     """
     rng = np.random.default_rng([seed, 77])
     captions = [sample_scene(rng, ANY_RESOLUTION, "train").caption for _ in range(TOKENIZER_CAPTIONS)]
-    captions += [EXTRA_TEXT] * 50
+    return train_byte_pairs(captions + [EXTRA_TEXT] * 50)
+
+
+def train_byte_pairs(texts: list[str]) -> CLIPTokenizer:
+    """Return a byte-level BPE tokenizer in CLIP's form, learnt from these texts."""
     blank = CLIPTokenizer()
     bpe = Tokenizer(models.BPE(unk_token=END, end_of_word_suffix="</w>"))
     bpe.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -52,7 +56,7 @@ def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
         end_of_word_suffix="</w>",
         show_progress=False,
     )
-    bpe.train_from_iterator(captions, trainer)
+    bpe.train_from_iterator(texts, trainer)
     vocab = bpe.get_vocab()
     # BPE training adds "x</w>" forms only for letters that end a word; every byte needs both, or text is lost.
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):

@@ -5,14 +5,20 @@ The reference is the family's own pipeline, which draws each request by itself.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxKontextPipeline
+from diffusers import FluxKontextPipeline, QwenImageEditPipeline
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
+    CONDITION_IMAGE_SIZE,
+    VAE_IMAGE_SIZE,
+    calculate_dimensions,
+)
 from PIL import Image
 
 from patchedserve.data.edits import EditSpec, Reference
@@ -21,19 +27,31 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.families.references import CROPPED, KONTEXT, KONTEXT_SIZES
+from patchedserve.serving.families.references import (
+    CROPPED,
+    KONTEXT,
+    KONTEXT_SIZES,
+    MOST_PIXELS,
+    QWEN_EDIT,
+    QWEN_EDIT_PLUS,
+    VIEW_PIXELS,
+    of_area,
+)
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import read_geometry
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
 from ...support.edits import edit_request, plain_edit
-from ...support.family_kit import BUILDS, PASS, STEPS, denoised, served
+from ...support.family_kit import BUILDS as ALL_BUILDS
+from ...support.family_kit import PASS, STEPS, denoised, served
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
-from ...support.tiny_models import plain_image, plain_latents, save_tiny, short_texts, tiny_sdxl
+from ...support.tiny_families import tiny_qwen_edit
+from ...support.tiny_models import SMALL_PIXELS, plain_image, plain_latents, save_tiny, short_texts, tiny_sdxl
 
-TAKING = ["kontext", "flux2", "klein", "klein-base"]
+BUILDS = ALL_BUILDS | {"qwen-2509": partial(tiny_qwen_edit, is_at_zero=False)}
+TAKING = ["kontext", "flux2", "klein", "klein-base", "qwen-edit", "qwen-2509"]
 _MOST = {"kontext": 1}
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 64)
 ENGINES = {
@@ -46,10 +64,19 @@ ENGINES = {
 def picture(size: Resolution, seed: int) -> Reference:
     """Return a smooth image of this size."""
     small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    return Reference(np.asarray(Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)))
+    image = np.asarray(Image.fromarray(small).resize(size, Image.Resampling.BICUBIC))
+    # Only Qwen-Image-Edit reads the view. Its pipeline makes both of the image, which has their size already here.
+    return Reference(image, SMALL_EDIT.fitted(image, 16).view)
 
 
-_A, _B, _C = picture(_LARGE, 0), picture(_WIDE, 1), picture(Resolution(64, 80), 2)
+SMALL_EDIT = replace(
+    QWEN_EDIT_PLUS,
+    fit=partial(of_area, pixels=SMALL_PIXELS[MOST_PIXELS]),
+    view=partial(of_area, pixels=SMALL_PIXELS[VIEW_PIXELS]),
+)
+_MASK = np.zeros((64, 64), dtype=bool)
+_MASK[16:48, 16:48] = True
+_A, _B, _C = picture(_LARGE, 0), picture(Resolution(96, 32), 1), picture(Resolution(32, 96), 2)
 
 
 def mixed(family: str, num_steps: Sequence[int]) -> list[Request]:
@@ -127,7 +154,7 @@ def test_masked_edits_of_dev_are_those_of_its_engines() -> None:
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("family", ["kontext", "flux2", "klein-base"])
+@pytest.mark.parametrize("family", ["kontext", "flux2", "klein-base", "qwen-edit", "qwen-2509"])
 def test_recorded_passes_serve_other_references(family: str, order: str) -> None:
     """Padded batches of one bucket replay one pass, whatever their references."""
     pipe = BUILDS[family]()
@@ -143,6 +170,49 @@ def test_recorded_passes_serve_other_references(family: str, order: str) -> None
     assert model.stepper.recording_failure is None  # type: ignore[union-attr]  as above
     assert tape.recorded >= 1
     assert tape.played > tape.recorded
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_first_version_of_qwen_sees_one_reference_at_one_size(engine: str) -> None:
+    pipe = tiny_qwen_edit(pipeline=QwenImageEditPipeline, is_at_zero=False)
+    requests = [
+        replace(each, references=(picture(size, 5),))
+        for each, size in zip(
+            mixed("qwen-edit", [6, 3, 4, 5]), (_LARGE, _LARGE, _A.resolution, Resolution(96, 32)), strict=True
+        )
+    ]
+    requests = [replace(each, references=(Reference(each.references[0].image),)) for each in requests]
+    expected = [plain_latents(pipe, request) for request in requests]
+    model = served(pipe, ENGINES[engine])
+    assert relative_error(denoised(model, requests, joins=[0, 1, 2, 2]), expected) <= STEPS
+    with pytest.raises(UsageError, match="tiny draws only after references, of which a request needs 1, but has none"):
+        model.check_request(replace(requests[0], references=()))
+    for edit in (EditSpec.of_whole_image(picture(_LARGE, 1).image, 0.5), EditSpec(picture(_LARGE, 1).image, _MASK)):
+        with pytest.raises(UsageError, match="edits by references alone, not by a mask or a strength"):
+            model.check_request(
+                Request(
+                    0,
+                    "a hat",
+                    _LARGE,
+                    4,
+                    1.0,
+                    edit=edit,
+                    references=requests[0].references if not edit.is_whole else (),
+                )
+            )
+
+
+@pytest.mark.parametrize("size", [(64, 64), (70, 100), (1500, 900), (300, 2000), (1024, 1024), (2000, 1999)])
+def test_references_of_qwen_have_the_sizes_of_the_pipelines(size: tuple[int, int]) -> None:
+    image = np.asarray(Image.fromarray(picture(Resolution(64, 64), 3).image).resize(size))
+    processor = tiny_qwen_edit().image_processor
+    fitted = QWEN_EDIT_PLUS.fitted(image, 16)
+    for array, pixels in ((fitted.image, VAE_IMAGE_SIZE), (fitted.view, CONDITION_IMAGE_SIZE)):
+        width, height = calculate_dimensions(pixels, size[0] / size[1])
+        expected = np.asarray(processor.resize(Image.fromarray(image), height, width))
+        assert np.array_equal(array, expected)
+    assert np.array_equal(QWEN_EDIT.fitted(image, 16).image, fitted.image)
+    assert QWEN_EDIT.fitted(image, 16).view is None
 
 
 @pytest.mark.slow
@@ -168,7 +238,7 @@ def test_adapters_apply_to_references_too(engine: str, tmp_path: Path) -> None:
     assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= STEPS
 
 
-@pytest.mark.parametrize("family", ["kontext", "flux2"])
+@pytest.mark.parametrize("family", ["kontext", "flux2", "qwen-edit"])
 def test_images_are_those_of_the_pipeline(family: str) -> None:
     pipe, request = BUILDS[family](), mixed(family, [2] * 4)[1]
     model = served(pipe)
@@ -285,6 +355,11 @@ def test_small_images_are_refused() -> None:
 
 @pytest.mark.parametrize("family", TAKING)
 def test_the_rule_is_known_from_the_files(family: str, tmp_path: Path) -> None:
-    geometry = read_geometry(save_tiny(tmp_path, BUILDS[family]()))
+    pipe = BUILDS[family]()
+    if "processor" in pipe.components:
+        pipe.register_modules(processor=None)  # transformers writes none without torchvision, and it has no sizes
+    geometry = read_geometry(save_tiny(tmp_path, pipe))
     assert geometry == served(BUILDS[family]()).family.geometry
-    assert geometry.references is (KONTEXT if family == "kontext" else CROPPED)
+    assert geometry.references is {"kontext": KONTEXT, "qwen-edit": QWEN_EDIT_PLUS, "qwen-2509": QWEN_EDIT_PLUS}.get(
+        family, CROPPED
+    )

@@ -169,7 +169,7 @@ def row_of(record: RequestRecord) -> dict[str, Any]:
     """Return a record's row without the fields that only cascades, edits, adapters and real steps set."""
     row = record.to_row()
     of_others = ("served_by", "confidence", "threshold", "strength", "mask_ratio", "active_share", "reused", "lora")
-    assert {row.pop(name) for name in (*of_others, "steps_reused")} == {None}
+    assert {row.pop(name) for name in (*of_others, "steps_reused", "references")} == {None}
     return row
 
 
