@@ -137,6 +137,8 @@ NOT_RECORDED = {
     "chroma": "aten.mul.Tensor cannot be recorded: it copies from the host",
     # Selects tokens by a mask.
     "z-image": "aten.index.Tensor cannot be recorded: it waits for the device",
+    # Copies from the host which tokens are of references.
+    "qwen-edit": "aten.where.self cannot be recorded: it copies from the host",
 }
 """Families whose forward in diffusers reads or copies values while it runs, and the first such operation."""
 
