@@ -235,7 +235,7 @@ class FrontEnd:
                 self.store.put(f"{ticket.id}-{index}", drawn.content, media_type, ticket.key)
         for watcher in self.watchers:
             watcher.on_over(ticket)
-        ticket.generation = replace(ticket.generation, references=())  # nothing reads their pixels any more
+        ticket.generation = ticket.generation.without_references()
         self.ended.put(ticket.key, ticket.id, ticket, max(_LEAST_BYTES, ticket.num_bytes))
 
     def image(self, name: str) -> StoredImage | None:

@@ -4,7 +4,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...data.adapters import Adapters
@@ -39,6 +39,7 @@ class Generation:
         cache: whether steps may reuse results of earlier steps, if the server has a cache.
         priority: rank among the waiting requests of the same key; lower ones are drawn earlier.
         references: images that the model sees beside the prompt, until the request has ended.
+        forgotten_pixels: pixels of references that are no longer kept.
         kind: prefix of OpenAI's names of its events.
     """
 
@@ -62,6 +63,7 @@ class Generation:
     cache: bool = True
     priority: int = 0
     references: "tuple[Reference, ...]" = ()
+    forgotten_pixels: int = 0
     kind: Kind = "image_generation"
 
     @property
@@ -78,7 +80,12 @@ class Generation:
     @property
     def pixels_seen(self) -> int:
         """Number of pixels that a step of an image computes, as `Request.pixels_seen`."""
-        return pixels_seen(self.resolution, self.references)
+        return pixels_seen(self.resolution, self.references) + self.forgotten_pixels
+
+    def without_references(self) -> "Generation":
+        """Return the same, for whoever needs the references' pixels no more but counts them."""
+        pixels = self.pixels_seen - self.resolution.pixels
+        return replace(self, references=(), forgotten_pixels=pixels)
 
 
 def parse_generation(

@@ -76,16 +76,19 @@ SMALL_EDIT = replace(
 )
 _MASK = np.zeros((64, 64), dtype=bool)
 _MASK[16:48, 16:48] = True
-_A, _B, _C = picture(_LARGE, 0), picture(Resolution(96, 32), 1), picture(Resolution(32, 96), 2)
+_A, _B, _C = picture(_LARGE, 0), picture(_WIDE, 1), picture(Resolution(64, 80), 2)
+_AS_SCALED = _A, picture(Resolution(96, 32), 1), picture(Resolution(32, 96), 2)
+"""References of sizes that Qwen-Image-Edit's pipeline, with `SMALL_PIXELS`, leaves as they are."""
 
 
 def mixed(family: str, num_steps: Sequence[int]) -> list[Request]:
     """Return drawings and edits by references: of one size with others, and of other sizes with the same."""
+    a, b, c = _AS_SCALED if family.startswith("qwen") else (_A, _B, _C)
     requests = [
         Request(0, "a red apple", _SMALL, num_steps[0], 3.5, seed=20),
-        Request(1, "make it night", _LARGE, num_steps[1], 1.0, seed=21, references=(_A,)),
-        Request(2, "two birds", _SMALL, num_steps[2], 7.0, seed=22, negative_prompt="blur", references=(_A, _B)),
-        Request(3, "", _LARGE, num_steps[3], 2.0, seed=23, references=(_C,)),
+        Request(1, "make it night", _LARGE, num_steps[1], 1.0, seed=21, references=(a,)),
+        Request(2, "two birds", _SMALL, num_steps[2], 7.0, seed=22, negative_prompt="blur", references=(a, b)),
+        Request(3, "", _LARGE, num_steps[3], 2.0, seed=23, references=(c,)),
     ]
     most = _MOST.get(family, 9)
     return [replace(request, references=request.references[:most]) for request in requests]
