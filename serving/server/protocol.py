@@ -83,7 +83,7 @@ class Generation:
         return pixels_seen(self.resolution, self.references) + self.forgotten_pixels
 
     def without_references(self) -> "Generation":
-        """Return the same, for whoever needs the references' pixels no more but counts them."""
+        """Return the same without the references' pixels, which still count."""
         pixels = self.pixels_seen - self.resolution.pixels
         return replace(self, references=(), forgotten_pixels=pixels)
 

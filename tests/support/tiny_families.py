@@ -321,9 +321,13 @@ def tiny_qwen_edit(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = Qwen2_5_VLForConditionalGeneration(_qwen_config(tokenizer, **ids)).eval()
-    parts = tiny_qwen(seed).components | {"text_encoder": encoder, "tokenizer": tokenizer, "processor": processor}
-    transformer = qwen_transformer(seed, joint_attention_dim=24, zero_cond_t=is_at_zero)
-    return pipeline(**parts | {"transformer": transformer})
+    parts: dict[str, Any] = tiny_qwen(seed).components | {
+        "text_encoder": encoder,
+        "tokenizer": tokenizer,
+        "processor": processor,
+    }
+    parts["transformer"] = qwen_transformer(seed, joint_attention_dim=24, zero_cond_t=is_at_zero)
+    return pipeline(**parts)
 
 
 def _in_parts(text: str, count: int) -> list[str]:
@@ -333,7 +337,7 @@ def _in_parts(text: str, count: int) -> list[str]:
     return [(" " if start else "") + " ".join(words[start:end]) for start, end in pairwise(cuts)]
 
 
-def _qwen_config(tokenizer: Qwen2Tokenizer, **ids: int) -> Qwen2_5_VLConfig:
+def _qwen_config(tokenizer: Qwen2Tokenizer, **ids: Any) -> Qwen2_5_VLConfig:
     layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
     rope: dict[str, Any] = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}

@@ -213,6 +213,7 @@ def test_references_of_qwen_have_the_sizes_of_the_pipelines(size: tuple[int, int
     for array, pixels in ((fitted.image, VAE_IMAGE_SIZE), (fitted.view, CONDITION_IMAGE_SIZE)):
         width, height = calculate_dimensions(pixels, size[0] / size[1])
         expected = np.asarray(processor.resize(Image.fromarray(image), height, width))
+        assert array is not None
         assert np.array_equal(array, expected)
     assert np.array_equal(QWEN_EDIT.fitted(image, 16).image, fitted.image)
     assert QWEN_EDIT.fitted(image, 16).view is None

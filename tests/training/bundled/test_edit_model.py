@@ -1,6 +1,7 @@
 """training/bundled/edit_*.py: text, weights and export of the model that edits by reference."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ def test_export_is_a_plain_diffusers_directory_that_sees_references_at_their_own
     photo = np.zeros((150, 200, 3), np.uint8)
     assert rule.fitted(photo, 16).resolution == Resolution(192, 144)
     assert load_model(str(folder), "cpu").family.geometry.references == rule
-    pipe = FluxKontextPipeline.from_pretrained(folder)
+    pipe: Any = FluxKontextPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     seen = EditDataset(SMALL, 4).images(0)[0]
     image = pipe(
