@@ -20,8 +20,7 @@ class Conflict(NamedTuple):
 
 _WITH_OUTPUTS = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
 """Pipelines whose edits need only the outputs of transformer blocks."""
-_ALWAYS_SEEING = [name for name, entry in FAMILIES.items() if entry.references is not None and entry.references.least]
-_OTHERS = [name for name in FAMILIES if name not in (*_WITH_OUTPUTS, *_ALWAYS_SEEING)]
+_OTHERS = [name for name in FAMILIES if name not in _WITH_OUTPUTS]
 _STAGES_LOAD = "its processes load the model's own files"
 _ENCODERS_LOAD = "text encoders are read again from the model's own files"
 _OTHER_PATCHES = "but each step computes other patches; --cache schedule and accumulated work"
@@ -56,11 +55,6 @@ CONFLICTS = (
     Conflict("--reference", "--parallel", "ranks divide the tokens of drawn images only"),
     Conflict("--reference", "--cache", "it keeps results of drawn images only; --cache schedule works"),
     Conflict("--reference", "--reuse", "records are of passes that see no references"),
-    *(
-        Conflict(option, name, "it takes no references, and every request of this model has one")
-        for option in ("--parallel", "--cache", "--reuse")
-        for name in _ALWAYS_SEEING
-    ),
     Conflict("--edit-link-mbps", "--cuda-graphs", "it plans by the times of parts of passes, which are one recording"),
     Conflict("--breakdown", "--cuda-graphs", "it times single modules, which are one recording"),
     Conflict("--breakdown", "--compile", "it times single modules, which are one graph"),

@@ -98,7 +98,7 @@ class Geometry:
         """Raise UsageError if the model of this name does not take the references of a request."""
         if self.references is not None and request.edited is not None and not self.references.takes_edits:
             raise UsageError(f"{name} edits by references alone, not by a mask or a strength")
-        if self.references is None and not request.references:
+        if not request.references:
             return
         if self.references is None:
             raise UsageError(f"{name} takes no references: it draws from text, or edits the image that it is given")

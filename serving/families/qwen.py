@@ -60,6 +60,8 @@ TRANSFORMER = Transformer(
         *("QwenImageTransformer2DModel", "QwenImageTransformerBlock", "QwenEmbedRope", "QwenTimestepProjEmbeddings"),
     }),
 )  # fmt: skip
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""Place of a picture in a template."""
 _MAX_SEQUENCE_LENGTH = 512
 """The default of `QwenImagePipeline.__call__`."""
 _MOST = 1024
@@ -108,8 +110,14 @@ def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided:
         text = pipe.encode_prompt(prompt, device=device, max_sequence_length=length, **images)[0]
         return text, text.new_ones(text.shape[:2], dtype=torch.long)
 
-    negative = encoded(request.negative_prompt or "") if is_guided else (None, None)
-    return masked_text(*encoded(request.prompt), *negative)
+    # The first version's template has a place for its picture, which stays empty only if it is left out.
+    template = pipe.prompt_template_encode
+    pipe.prompt_template_encode = template if seen else template.replace(PICTURE, "")
+    try:
+        negative = encoded(request.negative_prompt or "") if is_guided else (None, None)
+        return masked_text(*encoded(request.prompt), *negative)
+    finally:
+        pipe.prompt_template_encode = template
 
 
 def _token_norm(image: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ class ReferenceRule:
             sides must be multiples.
         fit_low: the same for references of low fidelity, which have fewer pixels; None if the model has one fidelity.
         view: brings an image to the size at which the text encoder sees it; None if it sees none, or the fitted image.
-        least: least references of a request.
         in_place_of_own: whether, in an edit by a mask, given references take the place of the image itself, which is
             one of its references otherwise.
         takes_edits: whether the model also edits by masks and strengths.
@@ -52,7 +51,6 @@ class ReferenceRule:
     fit: "Callable[[Image, int], Image]"
     fit_low: "Callable[[Image, int], Image] | None" = None
     view: "Callable[[Image, int], Image] | None" = None
-    least: int = 0
     in_place_of_own: bool = False
     takes_edits: bool = True
 
@@ -82,9 +80,7 @@ class ReferenceRule:
         return Reference(np.asarray(fitted), None if self.view is None else np.asarray(self.view(given, multiple)))
 
     def check_number(self, number: int, name: str) -> None:
-        """Raise UsageError if the model of this name does not take so many references, or wants more."""
-        if number < self.least:
-            raise UsageError(f"{name} draws only after references, of which a request needs {self.least}, but has none")
+        """Raise UsageError if the model of this name does not take so many references."""
         if number > self.most:
             most = "one reference" if self.most == 1 else f"{self.most} references"
             raise UsageError(f"{number} references are given, but {name} takes {most} at most")
@@ -153,7 +149,7 @@ KONTEXT = ReferenceRule(1, _trained_size, in_place_of_own=True)
 """The rule of FLUX.1 Kontext."""
 CROPPED = ReferenceRule(10, _cropped, partial(_cropped, most=LOW_PIXELS))
 """The rule of FLUX.2, whose pipelines set no bound for their number."""
-QWEN_EDIT = ReferenceRule(1, of_area, least=1, takes_edits=False)
+QWEN_EDIT = ReferenceRule(1, of_area, takes_edits=False)
 """The rule of Qwen-Image-Edit, whose pipeline scales images to about a megapixel."""
 QWEN_EDIT_PLUS = ReferenceRule(10, of_area, view=partial(of_area, pixels=VIEW_PIXELS), takes_edits=False)
 """The rule of its later versions, whose pipeline sets no bound for their number."""

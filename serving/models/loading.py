@@ -165,4 +165,4 @@ def check_keep_of(spec: str, keep: Keep) -> None:
     Raises also what `read_index` raises.
     """
     pipeline, option = read_index(resolve_model(spec) / INDEX_FILE, source=spec)["_class_name"], f"--keep {keep}"
-    refuse_conflicts({option: option, "--reuse": "--reuse", pipeline: f"a {pipeline}"})
+    refuse_conflicts({option: option, pipeline: f"a {pipeline}"})

@@ -8,6 +8,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import QwenImageEditPipeline
 from torch import Tensor
 
 from patchedserve.data.errors import UsageError
@@ -71,6 +73,7 @@ BUILDS: dict[str, Build] = {
     "lumina2": tiny_lumina2,
     "qwen": tiny_qwen,
     "qwen-edit": tiny_qwen_edit,
+    "qwen-edit-first": partial(tiny_qwen_edit, pipeline=QwenImageEditPipeline, is_at_zero=False),
     "z-image": tiny_z_image,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)

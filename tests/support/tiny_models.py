@@ -46,6 +46,8 @@ from transformers import (
     CLIPTokenizer,
 )
 
+from patchedserve.serving.families.qwen import PICTURE
+
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
     "ddim": lambda config: DDIMScheduler.from_config(config, clip_sample=False, timestep_spacing="trailing"),
@@ -266,7 +268,7 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if type(pipe).__name__.startswith("QwenImage"):
         options = {"true_cfg_scale": request.guidance_scale, **options}
         negative = negative or ""  # None disables guidance
-    if type(pipe).__name__ == "QwenImageEditPlusPipeline" and not request.references:
+    if type(pipe).__name__.startswith("QwenImageEdit") and not request.references:
         pipe = _drawing_qwen(pipe)
         options = {**options, "max_sequence_length": 1024}  # the other one never cuts texts
     if type(pipe).__name__ == "FluxKontextPipeline":
@@ -320,7 +322,7 @@ def _drawing_qwen(pipe: Any) -> QwenImagePipeline:
     """Return the pipeline that draws without references with the parts and the template of one that edits."""
     parts = {name: part for name, part in pipe.components.items() if name != "processor"}
     drawing = QwenImagePipeline(**parts)
-    drawing.prompt_template_encode = pipe.prompt_template_encode
+    drawing.prompt_template_encode = pipe.prompt_template_encode.replace(PICTURE, "")
     drawing.prompt_template_encode_start_idx = pipe.prompt_template_encode_start_idx
     drawing.set_progress_bar_config(disable=True)
     return drawing

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxKontextPipeline, QwenImageEditPipeline
+from diffusers import FluxKontextPipeline
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     CONDITION_IMAGE_SIZE,
@@ -51,8 +51,8 @@ from ...support.tiny_families import tiny_qwen_edit
 from ...support.tiny_models import SMALL_PIXELS, plain_image, plain_latents, save_tiny, short_texts, tiny_sdxl
 
 BUILDS = ALL_BUILDS | {"qwen-2509": partial(tiny_qwen_edit, is_at_zero=False)}
-TAKING = ["kontext", "flux2", "klein", "klein-base", "qwen-edit", "qwen-2509"]
-_MOST = {"kontext": 1}
+TAKING = ["kontext", "flux2", "klein", "klein-base", "qwen-edit", "qwen-2509", "qwen-edit-first"]
+_MOST = {"kontext": 1, "qwen-edit-first": 1}
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 64)
 ENGINES = {
     "image": EngineOptions(order="image"),
@@ -84,6 +84,8 @@ _AS_SCALED = _A, picture(Resolution(96, 32), 1), picture(Resolution(32, 96), 2)
 def mixed(family: str, num_steps: Sequence[int]) -> list[Request]:
     """Return drawings and edits by references: of one size with others, and of other sizes with the same."""
     a, b, c = _AS_SCALED if family.startswith("qwen") else (_A, _B, _C)
+    if family == "qwen-edit-first":  # whose text encoder sees the same image as its model
+        a, b, c = (Reference(each.image) for each in (a, b, c))
     requests = [
         Request(0, "a red apple", _SMALL, num_steps[0], 3.5, seed=20),
         Request(1, "make it night", _LARGE, num_steps[1], 1.0, seed=21, references=(a,)),
@@ -175,34 +177,11 @@ def test_recorded_passes_serve_other_references(family: str, order: str) -> None
     assert tape.played > tape.recorded
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_first_version_of_qwen_sees_one_reference_at_one_size(engine: str) -> None:
-    pipe = tiny_qwen_edit(pipeline=QwenImageEditPipeline, is_at_zero=False)
-    requests = [
-        replace(each, references=(picture(size, 5),))
-        for each, size in zip(
-            mixed("qwen-edit", [6, 3, 4, 5]), (_LARGE, _LARGE, _A.resolution, Resolution(96, 32)), strict=True
-        )
-    ]
-    requests = [replace(each, references=(Reference(each.references[0].image),)) for each in requests]
-    expected = [plain_latents(pipe, request) for request in requests]
-    model = served(pipe, ENGINES[engine])
-    assert relative_error(denoised(model, requests, joins=[0, 1, 2, 2]), expected) <= STEPS
-    with pytest.raises(UsageError, match="tiny draws only after references, of which a request needs 1, but has none"):
-        model.check_request(replace(requests[0], references=()))
-    for edit in (EditSpec.of_whole_image(picture(_LARGE, 1).image, 0.5), EditSpec(picture(_LARGE, 1).image, _MASK)):
-        with pytest.raises(UsageError, match="edits by references alone, not by a mask or a strength"):
-            model.check_request(
-                Request(
-                    0,
-                    "a hat",
-                    _LARGE,
-                    4,
-                    1.0,
-                    edit=edit,
-                    references=requests[0].references if not edit.is_whole else (),
-                )
-            )
+def test_qwen_takes_neither_masks_nor_strengths() -> None:
+    model, image = served(BUILDS["qwen-edit"]()), picture(_LARGE, 1)
+    for edit, references in ((EditSpec.of_whole_image(image.image, 0.5), ()), (EditSpec(image.image, _MASK), (image,))):
+        with pytest.raises(UsageError, match="tiny edits by references alone, not by a mask or a strength"):
+            model.check_request(Request(0, "a hat", _LARGE, 4, 1.0, edit=edit, references=references))
 
 
 @pytest.mark.parametrize("size", [(64, 64), (70, 100), (1500, 900), (300, 2000), (1024, 1024), (2000, 1999)])
