@@ -341,6 +341,8 @@ def test_the_rule_is_known_from_the_files(family: str, tmp_path: Path) -> None:
     pipe = BUILDS[family]()
     geometry = read_geometry(save_tiny(tmp_path, pipe))
     assert geometry == served(BUILDS[family]()).family.geometry
-    assert geometry.references is {"kontext": KONTEXT, "qwen-edit": QWEN_EDIT_PLUS, "qwen-2509": QWEN_EDIT_PLUS}.get(
-        family, CROPPED
-    )
+    rules = dict.fromkeys(("qwen-edit", "qwen-2509"), QWEN_EDIT_PLUS) | {
+        "kontext": KONTEXT,
+        "qwen-edit-first": QWEN_EDIT,
+    }
+    assert geometry.references is rules.get(family, CROPPED)
