@@ -27,10 +27,11 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     count, _, height, width = latents.shape
     others = dict(conditions)
     images = [latents, *others.pop("references", ())]
+    tokens = [QwenImagePipeline._pack_latents(each, *each.shape) for each in images]
     if model.config.zero_cond_t and not model.zero_cond_t:
         timesteps = torch.cat([timesteps, torch.zeros_like(timesteps)])
     predicted = model(
-        torch.cat([QwenImagePipeline._pack_latents(each, *each.shape) for each in images], 1),
+        tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1),
         timestep=timesteps.to(latents.dtype) / 1000,
         img_shapes=[[(1, each.shape[2] // 2, each.shape[3] // 2) for each in images]] * count,
         return_dict=False,

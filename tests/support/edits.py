@@ -72,6 +72,8 @@ def mask_of(size: Resolution, kind: str = "box") -> NDArray[np.bool_]:
         return (down > height // 4 - 3) & (down < height // 2 + 5) & (right > width // 3) & (right < width - 9)
     if kind == "ellipse":
         return ((down / height - 0.5) / 0.4) ** 2 + ((right / width - 0.4) / 0.3) ** 2 < 1
+    if kind == "left":
+        return right < width // 2
     if kind == "line":
         return (right > width // 2 - 5) & (right < width // 2 + 5)
     if kind == "speckles":

@@ -66,8 +66,9 @@ def some(value: Any) -> Any:
 
 
 def edits() -> list[Request]:
+    """Return three edits of a template, whose masks leave latents of 16 pixels a side, as of FLUX.2, on both sides."""
     return [
-        edit_request(0, SMALL, "line", template=TEMPLATE),
+        edit_request(0, SMALL, "left", template=TEMPLATE),
         edit_request(1, LARGE, "ellipse", 0.5, num_steps=9, template=TEMPLATE),
-        edit_request(2, WIDE, "line", num_steps=4, guidance_scale=1.0, template=TEMPLATE),
+        edit_request(2, WIDE, "left", num_steps=4, guidance_scale=1.0, template=TEMPLATE),
     ]

@@ -55,13 +55,14 @@ def test_edit_of_the_whole_image_equals_its_exact_twin(
 )
 def test_edits_in_a_mixed_batch_equal_those_alone(family: str, keep: Keep, tmp_path: Path) -> None:
     pipe = pipeline(family)
-    model = model_with(pipe, tmp_path, edits(), keep)
-    shares = [model.family.geometry.active_share(request.edit) for request in edits() if request.edit]
+    requests = edits()
+    model = model_with(pipe, tmp_path, requests, keep)
+    shares = [model.family.geometry.active_share(request.edit) for request in requests if request.edit]
     assert max(shares) < 1
     new = Request(3, "a car", LARGE, 5, 4.0, seed=2)
     exact = edit_request(4, SMALL, seed=1)
-    together = serve(model, [*edits(), new, exact])
-    for request in edits():
+    together = serve(model, [*requests, new, exact])
+    for request in requests:
         alone = serve(model, [replace(request, request_id=0)])
         assert relative_error([together.latents[request.request_id]], [alone.latents[0]]) <= 1e-5
     assert relative_error([together.latents[3][0]], [plain_latents(pipe, new, **short_texts(pipe))]) <= 1e-3
