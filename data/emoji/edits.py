@@ -8,7 +8,7 @@ from PIL import Image
 
 from ..resolution import Resolution
 from .art import object_names
-from .dataset import SPLIT_NUMBERS
+from .dataset import Numbered
 from .scene import (
     BACKGROUNDS,
     SINGLE_ONLY,
@@ -51,35 +51,42 @@ class SceneEdit:
 
     def in_words(self, rng: np.random.Generator) -> str:
         """Return the instruction in one of several phrasings."""
-        return _instruction(self, rng)
+        is_double = sum(placement.name == self.old for placement in self.before.placements) == 2
+        old, colour = plural(self.old) if is_double else self.old, self.colour
+        match self.kind:
+            case "background":
+                if colour == "white" and rng.random() < 0.3:
+                    return "remove the background"
+                to = f"put it on {with_article(colour)} background"
+                phrasings = (f"make the background {colour}", f"change the background to {colour}", to)
+            case "replace":
+                new = f"two {plural(self.new)}" if is_double else with_article(self.new)
+                phrasings = (
+                    f"replace the {old} by {new}",
+                    f"turn the {old} into {new}",
+                    f"replace the {old} with {new}",
+                )
+            case "remove":
+                phrasings = (f"remove the {old}", f"take the {old} away", f"erase the {old}")
+            case "recolour":
+                it = "them" if is_double else "it"
+                phrasings = (f"make the {old} {colour}", f"make {it} {colour}", f"paint the {old} {colour}")
+        return phrasings[rng.integers(3)]
 
 
 @dataclass(frozen=True, slots=True)
-class EditDataset:
-    """`size` edits of one resolution and split: (seed, split, resolution, index) always names the same one.
-
-    In the held-out split the edited picture, before or after, shows a combination that no training picture does.
+class EditDataset(Numbered):
+    """Edits. In the held-out split the edited picture, before or after, shows a combination that no training picture
+    does.
     """
 
-    resolution: Resolution
-    size: int
-    split: Split = "train"
-    seed: int = 0
-
     def edit(self, index: int) -> SceneEdit:
-        if not 0 <= index < self.size:
-            raise IndexError(f"edit {index} of {self.size}")
-        width, height = self.resolution
-        rng = np.random.default_rng([self.seed, 2 + SPLIT_NUMBERS[self.split], width, height, index])
-        return sample_edit(rng, self.resolution, self.split)
+        return sample_edit(self.rng(index, kind=2), self.resolution, self.split)
 
     def images(self, index: int) -> tuple[Image.Image, Image.Image]:
         """Return the picture before and after the edit."""
         edit = self.edit(index)
         return render(edit.before, self.resolution), render(edit.after, self.resolution)
-
-    def __len__(self) -> int:
-        return self.size
 
 
 def sample_edit(rng: np.random.Generator, resolution: Resolution, split: Split) -> SceneEdit:
@@ -91,7 +98,7 @@ def sample_edit(rng: np.random.Generator, resolution: Resolution, split: Split) 
     while kind == "recolour" and len(scene.names) != 1:
         scene = sample_scene(rng, resolution, split)
     edit = _EDITS[kind](rng, scene, resolution)
-    return replace(edit, instruction=_instruction(edit, rng))
+    return replace(edit, instruction=edit.in_words(rng))
 
 
 def _background(rng: np.random.Generator, scene: Scene, resolution: Resolution) -> SceneEdit:
@@ -108,7 +115,7 @@ def _replace(rng: np.random.Generator, scene: Scene, resolution: Resolution) -> 
     rest = [name for name in scene.names if name != new]
     usable = [name for name in object_names() if name not in scene.names and not is_heldout(name, scene.background)]
     usable = [name for name in usable if not any(is_heldout(name, other) for other in rest)]
-    if new in scene.names and sum(placement.name == new for placement in scene.placements) == 2:
+    if sum(placement.name == new for placement in scene.placements) == 2:
         usable = [name for name in usable if name not in SINGLE_ONLY]
     old = usable[rng.integers(len(usable))]
     placements = tuple(replace(each, name=old) if each.name == new else each for each in scene.placements)
@@ -134,24 +141,3 @@ def _recolour(rng: np.random.Generator, scene: Scene, resolution: Resolution) ->
 
 
 _EDITS = {"background": _background, "replace": _replace, "remove": _remove, "recolour": _recolour}
-
-
-def _instruction(edit: SceneEdit, rng: np.random.Generator) -> str:
-    is_double = sum(placement.name == edit.old for placement in edit.before.placements) == 2
-    old = plural(edit.old) if is_double else edit.old
-    match edit.kind:
-        case "background":
-            if edit.colour == "white" and rng.random() < 0.3:
-                return "remove the background"
-            patterns = ("make the background {c}", "change the background to {c}", "put it on {ac} background")
-        case "replace":
-            new = f"two {plural(edit.new)}" if is_double else with_article(edit.new)
-            patterns = ("replace the {old} by {new}", "turn the {old} into {new}", "replace the {old} with {new}")
-            return patterns[rng.integers(3)].format(old=old, new=new)
-        case "remove":
-            patterns = ("remove the {old}", "take the {old} away", "erase the {old}")
-        case "recolour":
-            it = "them" if is_double else "it"
-            patterns = ("make the {old} {c}", "make " + it + " {c}", "paint the {old} {c}")
-    article = with_article(edit.colour) if edit.colour else ""
-    return patterns[rng.integers(3)].format(old=old, c=edit.colour, ac=article)

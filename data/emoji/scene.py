@@ -67,6 +67,10 @@ class Scene:
         """Objects in the picture, each named once."""
         return tuple(dict.fromkeys(placement.name for placement in self.placements))
 
+    def in_words(self, rng: np.random.Generator | None = None) -> str:
+        """Return a caption as `caption_of` does, which may be another one than `caption`."""
+        return caption_of(tuple(placement.name for placement in self.placements), self.background, rng)
+
 
 def is_heldout(*parts: str) -> bool:
     """Return whether a combination (object and background, or two objects) is held out: one in ten, by hash."""

@@ -4,7 +4,6 @@ All of its blocks are joint blocks, which SD3 and FLUX.1 have in common, so thos
 the norms of queries and keys, rotary positions in place of added ones, and everything that reads the text.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxKontextPipeline, FluxTransformer2DModel
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,14 +20,13 @@ from torch.nn.attention import sdpa_kernel
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from ...data.emoji.edits import EditDataset, SceneEdit
-from ...data.emoji.scene import caption_of
-from ...data.errors import RunError, UsageError
+from ...data.errors import UsageError
 from ...data.files import atomic_write
 from ...data.resolution import Resolution
 from .edit_text import CLIP_WIDTH, T5_WIDTH, as_written, t5_ids
-from .generators import ANY_ATTENTION, FLOW_SHIFT, OPTIM, zero_weights
-from .latents import encode_images
-from .loop import OnStep, Task, ignore_step, mixed_precision, train
+from .generators import ANY_ATTENTION, flow_noised, train_on_sets, zero_weights
+from .latents import encode_images, kept_latents
+from .loop import OnStep, Task, ignore_step, mixed_precision
 from .text import tokenize
 
 EDIT_SIZES: dict[Resolution, int] = {
@@ -73,25 +71,21 @@ def load_or_encode_edits(
 
     Raises RunError: the file of latents is damaged.
     """
-    resolution = dataset.resolution
-    path = folder / f"edits-{dataset.split}-{dataset.seed}-{resolution}-{len(dataset)}.safetensors"
+
+    def encode() -> dict[str, Tensor]:
+        resolution = dataset.resolution
+        pool = torch.empty(2, len(dataset), 3, resolution.height, resolution.width, dtype=torch.uint8)
+        for index in range(len(dataset)):
+            for which, image in enumerate(dataset.images(index)):
+                pool[which, index] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+            on_image()
+        return {
+            name: encode_images(vae, images, device) for name, images in zip(("before", "after"), pool, strict=True)
+        }
+
+    kept = kept_latents(folder, "edits", dataset, vae_digest, encode)
     edits = [dataset.edit(index) for index in range(len(dataset))]
-    if path.exists():
-        try:
-            with safe_open(path, "pt") as file:
-                if json.loads(file.metadata()["made_by"]) == vae_digest:
-                    return EditLatents(resolution, file.get_tensor("before"), file.get_tensor("after"), edits)
-        except SafetensorError as error:
-            raise RunError(f"{path} is not a whole file of latents ({error}); delete it to make it again") from error
-    pool = torch.empty(2, len(dataset), 3, resolution.height, resolution.width, dtype=torch.uint8)
-    for index in range(len(dataset)):
-        for which, image in enumerate(dataset.images(index)):
-            pool[which, index] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        on_image()
-    before, after = (encode_images(vae, images, device) for images in pool)
-    with atomic_write(path) as temporary:
-        save_file({"before": before, "after": after}, temporary, metadata={"made_by": json.dumps(vae_digest)})
-    return EditLatents(resolution, before, after, edits)
+    return EditLatents(dataset.resolution, kept["before"], kept["after"], edits)
 
 
 class EditText:
@@ -164,13 +158,16 @@ class EditObjective:
         self.text = text
         self.model = new_edit_transformer()
 
-    def loss(self, after: Tensor, before: Tensor | None, texts: list[str], rng: np.random.Generator) -> Tensor:
+    def loss(
+        self,
+        after: Tensor,
+        before: Tensor | None,
+        texts: list[str],
+        resolution: Resolution,
+        rng: np.random.Generator,
+    ) -> Tensor:
         tokens, pooled = self.text(texts)
-        noise = torch.from_numpy(rng.standard_normal(after.shape, np.float32)).to(after.device)
-        position = 1 / (1 + np.exp(-rng.standard_normal(len(texts), np.float32)))
-        shift = FLOW_SHIFT * (after.shape[2] * after.shape[3] / 24**2) ** 0.25
-        sigma = torch.from_numpy(shift * position / (1 + (shift - 1) * position)).to(after)
-        noisy = torch.lerp(after, noise, sigma[:, None, None, None])
+        noisy, noise, sigma = flow_noised(after, resolution, rng)
         states, ids = _packed(noisy, 0)
         num_drawn = states.shape[1]
         if before is not None:
@@ -191,9 +188,8 @@ class EditObjective:
 def _packed(latents: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Return latents as tokens, 2 x 2 of them in each, and the tokens' positions: kind, row, column."""
     count, channels, height, width = latents.shape
-    ids = FluxKontextPipeline._prepare_latent_image_ids(
-        count, height // 2, width // 2, latents.device, latents.dtype
-    )  # fmt: skip
+    half = height // 2, width // 2
+    ids = FluxKontextPipeline._prepare_latent_image_ids(count, *half, latents.device, latents.dtype)
     ids[:, 0] = kind
     return FluxKontextPipeline._pack_latents(latents, count, channels, height, width), ids
 
@@ -210,44 +206,28 @@ def train_edit_model(
 ) -> FluxTransformer2DModel:
     """Train on cached latents; returns the model with averaged weights.
 
-    Each batch of `batch_pixels` latent positions comes from one of the sets, drawn by their weights. DRAWING_SHARE of
-    them are drawn after captions, without references.
+    Each batch comes from one of the sets, drawn by their weights: edits with `batch_pixels` latent positions, or, for
+    DRAWING_SHARE of the batches, twice as many drawings after captions, without references.
     """
     objective = EditObjective(text)
-    chances = np.array(weights) / sum(weights)
 
-    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
-        rng = np.random.default_rng([task.seed, 11, step])
-        latents = sets[int(rng.choice(len(sets), p=chances))]
+    def loss_of(latents: EditLatents, rng: np.random.Generator) -> tuple[Tensor, str]:
         is_drawn = rng.random() < DRAWING_SHARE
         size = max(1, batch_pixels // (latents.after.shape[2] * latents.after.shape[3])) * (2 if is_drawn else 1)
         chosen = rng.integers(len(latents.edits), size=size)
-        edits = [latents.edits[index] for index in chosen]
-        rows = torch.from_numpy(chosen)
+        rows, edits = torch.from_numpy(chosen), [latents.edits[index] for index in chosen]
+        after, texts = latents.after[rows], [edit.in_words(rng) for edit in edits]
+        if is_drawn:
+            # Captions know no painted drawings.
+            is_before = torch.tensor([edit.kind == "recolour" for edit in edits])[:, None, None, None]
+            after = torch.where(is_before, latents.before[rows], after)
+            texts = [(edit.before if edit.kind == "recolour" else edit.after).in_words(rng) for edit in edits]
         before = None if is_drawn else latents.before[rows].float().to(device)
-        after = (_drawable(latents, rows) if is_drawn else latents.after[rows]).float().to(device)
-        texts = [as_written(_caption(edit, rng) if is_drawn else edit.in_words(rng), rng) for edit in edits]
+        texts = [as_written(text, rng) for text in texts]
         # With a reference, sequences are long enough for the CPU's flash kernel.
         with sdpa_kernel(list(ANY_ATTENTION)):
-            loss = objective.loss(after, before, texts, rng)
-        name = "drawn" if is_drawn else "edited"
-        return loss, {f"{name}_{latents.resolution}": float(loss.detach())}
+            loss = objective.loss(after.float().to(device), before, texts, latents.resolution, rng)
+        return loss, f"{'drawn' if is_drawn else 'edited'}_{latents.resolution}"
 
-    train(objective.model, task, device, loss_of, on_step, is_excluded=_is_outer, ema_decay=0.9985, optim=OPTIM)
+    train_on_sets(objective.model, sets, weights, loss_of, task, device, on_step)
     return objective.model
-
-
-def _drawable(latents: EditLatents, rows: Tensor) -> Tensor:
-    """Return the pictures of edits that captions describe: those before a recolouring, after any other edit."""
-    is_before = torch.tensor([latents.edits[int(row)].kind == "recolour" for row in rows])
-    return torch.where(is_before[:, None, None, None], latents.before[rows], latents.after[rows])
-
-
-def _caption(edit: SceneEdit, rng: np.random.Generator) -> str:
-    scene = edit.before if edit.kind == "recolour" else edit.after
-    return caption_of(tuple(placement.name for placement in scene.placements), scene.background, rng)
-
-
-def _is_outer(name: str) -> bool:
-    """Whether a weight is of the first or last layers or modulates conditions, which are not trained by Muon."""
-    return name.startswith(("x_embedder.", "context_embedder.", "time_text_embed.", "norm_out.", "proj_out."))

@@ -9,24 +9,29 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable
-from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from ...data.emoji.art import object_names
 from ...data.emoji.edits import KIND_WEIGHTS, SceneEdit, sample_edit
 from ...data.emoji.scene import BACKGROUNDS, sample_scene
-from .loop import OnStep, Task, ignore_step, train
-from .optim import OptimConfig
-from .text import ANY_RESOLUTION, MAX_TOKENS, TOKENIZER_CAPTIONS, is_outside_layers, tokenize, train_byte_pairs
+from .loop import OnStep, Task, ignore_step
+from .text import (
+    ANY_RESOLUTION,
+    MAX_TOKENS,
+    TEXTS_PER_BATCH,
+    TOKENIZER_CAPTIONS,
+    TextReader,
+    clip_text_config,
+    tokenize,
+    train_byte_pairs,
+    train_reader,
+)
 
 CLIP_WIDTH, T5_WIDTH = 96, 128
-BATCH_SIZE = 128
 CAPTION_SHARE = 0.2
 """Part of the texts that are captions of scenes to draw instead of instructions."""
 _KINDS = ("draw", *KIND_WEIGHTS)
@@ -85,20 +90,7 @@ def t5_ids(tokenizer: T5Tokenizer, texts: list[str]) -> Tensor:
 
 
 def new_clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=CLIP_WIDTH,
-            intermediate_size=4 * CLIP_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=3,
-            max_position_embeddings=MAX_TOKENS,
-            hidden_act="gelu",
-            bos_token_id=cast(int, tokenizer.bos_token_id),
-            eos_token_id=cast(int, tokenizer.eos_token_id),
-            pad_token_id=cast(int, tokenizer.pad_token_id),
-        )
-    )
+    return CLIPTextModel(clip_text_config(CLIP_WIDTH, 2, tokenizer))
 
 
 def new_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
@@ -111,30 +103,8 @@ def new_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
         num_layers=3,
         dropout_rate=0.0,
         feed_forward_proj="gated-gelu",
-        initializer_factor=1.0,
     )
     return T5EncoderModel(config)
-
-
-class InstructionReader(nn.Module):
-    """A text encoder with the classifiers that it is trained through; only the encoder is kept."""
-
-    def __init__(self, encoder: nn.Module, width: int, pooled: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.encoder, self.pooled = encoder, pooled
-        num_objects, num_colours = len(object_names()) + 1, len(BACKGROUNDS) + 1
-        sizes = (len(_KINDS), num_objects, num_objects, num_colours)
-        self.heads = nn.ModuleList(nn.Linear(width, size) for size in sizes)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-        states = self.pooled(self.encoder, ids)
-        loss = torch.zeros((), device=ids.device)
-        is_right = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        for head, target in zip(self.heads, targets.T, strict=True):
-            logits = head(states)
-            loss = loss + F.cross_entropy(logits, target)
-            is_right &= logits.argmax(1) == target
-        return loss, float(is_right.float().mean())
 
 
 def train_edit_encoder(
@@ -142,24 +112,21 @@ def train_edit_encoder(
 ) -> CLIPTextModel | T5EncoderModel:
     """Train the encoder of a tokenizer to read texts; returns it with averaged weights."""
     torch.manual_seed(task.seed)
+    num_objects, num_colours = len(object_names()) + 1, len(BACKGROUNDS) + 1
+    sizes = (len(_KINDS), num_objects, num_objects, num_colours)
+    encoder: CLIPTextModel | T5EncoderModel
     if isinstance(tokenizer, CLIPTokenizer):
-        encoder: CLIPTextModel | T5EncoderModel = new_clip(tokenizer)
-        reader = InstructionReader(encoder, CLIP_WIDTH, lambda model, ids: model(input_ids=ids).pooler_output)
+        encoder = new_clip(tokenizer)
+        reader = TextReader(encoder, CLIP_WIDTH, lambda model, ids: model(input_ids=ids).pooler_output, sizes)
     else:
         encoder = new_t5(tokenizer)
         # The mean of the states, which the generator sees one by one.
-        reader = InstructionReader(encoder, T5_WIDTH, lambda model, ids: model(input_ids=ids).last_hidden_state.mean(1))
+        reader = TextReader(encoder, T5_WIDTH, lambda model, ids: model(input_ids=ids).last_hidden_state.mean(1), sizes)
 
-    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
-        texts, targets = sample_texts(BATCH_SIZE, np.random.default_rng([task.seed, 6, step]))
+    def draw(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        texts, targets = sample_texts(TEXTS_PER_BATCH, rng)
         ids = tokenize(tokenizer, texts) if isinstance(tokenizer, CLIPTokenizer) else t5_ids(tokenizer, texts)
-        loss, accuracy = reader(ids.to(device), targets.to(device))
-        return loss, {"accuracy": accuracy}
+        return ids, targets
 
-    optim = OptimConfig(muon_lr=2e-3, adam_lr=2e-3)
-    train(reader, task, device, loss_of, on_step, is_excluded=_is_outside_blocks, ema_decay=0.99, optim=optim)
+    train_reader(reader, draw, task, device, on_step)
     return encoder
-
-
-def _is_outside_blocks(name: str) -> bool:
-    return is_outside_layers(name) and "block" not in name

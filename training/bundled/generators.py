@@ -1,8 +1,8 @@
 """Training of the bundled generators on cached latents: `emoji-xl` (U-Net), `emoji-3` (diffusion transformer)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from ...data.emoji.scene import caption_of
 from ...data.resolution import Resolution
 from .joint_attention import RepeatedTokenJointAttention
 from .latents import LatentSet
@@ -30,6 +29,7 @@ OUTER_LAYERS = (
     "conv_in.",
     "conv_out.",
     "pos_embed.",
+    "x_embedder.",
     "time_emb",
     "add_emb",
     "text_emb",
@@ -37,6 +37,7 @@ OUTER_LAYERS = (
     "norm_out.",
 )
 LAST_LAYER = "proj_out.weight"  # the transformer's; inside the U-Net's blocks the name stands for hidden layers
+AnySet = TypeVar("AnySet")
 ANY_ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -101,8 +102,20 @@ class UNetObjective:
         return F.mse_loss(predicted.float(), target)
 
 
+def flow_noised(latents: Tensor, resolution: Resolution, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return noisy latents, their noise and their sigmas (n,), for latents [n, channels, height, width].
+
+    Timesteps are logit-normal (P. Esser et al., 2024), shifted more for larger pictures.
+    """
+    noise = torch.from_numpy(rng.standard_normal(latents.shape, np.float32)).to(latents.device)
+    position = 1 / (1 + np.exp(-rng.standard_normal(len(latents), np.float32)))
+    shift = FLOW_SHIFT * (resolution.pixels / 192**2) ** 0.25
+    sigma = torch.from_numpy(shift * position / (1 + (shift - 1) * position)).to(latents)
+    return torch.lerp(latents, noise, sigma[:, None, None, None]), noise, sigma
+
+
 class TransformerObjective:
-    """Rectified flow with logit-normal timesteps (P. Esser et al., 2024), shifted more for larger pictures."""
+    """Rectified flow (P. Esser et al., 2024)."""
 
     def __init__(self, text: TextTower) -> None:
         self.text = text
@@ -113,11 +126,7 @@ class TransformerObjective:
     def loss(self, latents: Tensor, captions: list[str], resolution: Resolution, rng: np.random.Generator) -> Tensor:
         states = self.text(_with_dropout(captions, rng, CAPTION_DROPOUT), is_pooled_joined=True)
         tokens = F.pad(states.tokens, (0, 0, 0, 1))
-        noise = torch.from_numpy(rng.standard_normal(latents.shape, np.float32)).to(latents.device)
-        position = 1 / (1 + np.exp(-rng.standard_normal(len(captions), np.float32)))
-        shift = FLOW_SHIFT * (resolution.pixels / 192**2) ** 0.25
-        sigma = torch.from_numpy(shift * position / (1 + (shift - 1) * position)).to(latents)
-        noisy = torch.lerp(latents, noise, sigma[:, None, None, None])
+        noisy, noise, sigma = flow_noised(latents, resolution, rng)
         with mixed_precision(latents.device):
             predicted = self.model(noisy, tokens, states.pooled, 1000 * sigma).sample
         return F.mse_loss(predicted.float(), noise - latents)
@@ -196,30 +205,49 @@ def train_generator(
 
     Each batch of `batch_pixels` latent positions comes from one of the sets, drawn by their weights.
     """
-    chances = np.array(weights) / sum(weights)
 
-    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
-        rng = np.random.default_rng([task.seed, 9, step])
-        latent_set = sets[int(rng.choice(len(sets), p=chances))]
+    def loss_of(latent_set: LatentSet, rng: np.random.Generator) -> tuple[Tensor, str]:
         latents, captions = _draw_batch(latent_set, batch_pixels, rng)
         # At these short sequences the backward pass of the CPU's flash kernel takes a fifth of a step; the plain
         # one does not.
         with sdpa_kernel([SDPBackend.MATH] if device.type == "cpu" else list(ANY_ATTENTION)):
             loss = objective.loss(latents.to(device), captions, latent_set.resolution, rng)
-        return loss, {f"loss_{latent_set.resolution}": float(loss.detach())}
+        return loss, f"loss_{latent_set.resolution}"
 
-    train(objective.model, task, device, loss_of, on_step, is_excluded=_is_outer, ema_decay=0.9985, optim=optim)
+    train_on_sets(objective.model, sets, weights, loss_of, task, device, on_step, optim=optim)
     return objective.model
+
+
+def train_on_sets(
+    model: nn.Module,
+    sets: Sequence[AnySet],
+    weights: Sequence[float],
+    loss_of: Callable[[AnySet, np.random.Generator], tuple[Tensor, str]],
+    task: Task,
+    device: torch.device,
+    on_step: OnStep,
+    *,
+    optim: OptimConfig = OPTIM,
+) -> None:
+    """Train a generator on batches from one of several sets, drawn by their weights, as `loop.train`.
+
+    `loss_of` returns the loss of a batch, and the name of the figure that it is logged as.
+    """
+    chances = np.array(weights) / sum(weights)
+
+    def loss_of_step(step: int) -> tuple[Tensor, dict[str, float]]:
+        rng = np.random.default_rng([task.seed, 9, step])
+        loss, name = loss_of(sets[int(rng.choice(len(sets), p=chances))], rng)
+        return loss, {name: float(loss.detach())}
+
+    train(model, task, device, loss_of_step, on_step, is_excluded=_is_outer, ema_decay=0.9985, optim=optim)
 
 
 def _draw_batch(latent_set: LatentSet, batch_pixels: int, rng: np.random.Generator) -> tuple[Tensor, list[str]]:
     latents = latent_set.latents
     size = max(1, batch_pixels // (latents.shape[2] * latents.shape[3]))
     chosen = rng.integers(len(latents), size=size)
-    captions = []
-    for index in chosen:
-        scene = latent_set.scenes[index]
-        captions.append(caption_of(tuple(p.name for p in scene.placements), scene.background, rng))
+    captions = [latent_set.scenes[index].in_words(rng) for index in chosen]
     return latents[torch.from_numpy(chosen)].float(), captions
 
 

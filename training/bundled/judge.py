@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from ...data.emoji.dataset import EmojiDataset
-from ...data.emoji.scene import BACKGROUNDS, caption_of
+from ...data.emoji.scene import BACKGROUNDS
 from ...data.resolution import Resolution
 from .latents import draw_pool, to_float
 from .loop import OnStep, Task, ignore_step, mixed_precision, train
@@ -73,10 +73,7 @@ def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> J
         images, scenes = draw_pool(EmojiDataset(resolution, size, "train", seed), on_image)
         small = [F.interpolate(to_float(part), IMAGE_SIDE, mode="bicubic", antialias=True) for part in images.split(64)]
         pools.append(torch.cat(small).half())
-        captions += [
-            [caption_of(tuple(p.name for p in scene.placements), scene.background, rng) for _ in range(3)]
-            for scene in scenes
-        ]
+        captions += [[scene.in_words(rng) for _ in range(3)] for scene in scenes]
         grounds += [numbers[scene.background] for scene in scenes]
     return JudgePool(torch.cat(pools), captions, np.array(grounds))
 

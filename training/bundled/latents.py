@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...data.emoji.dataset import EmojiDataset
+from ...data.emoji.dataset import EmojiDataset, Numbered
 from ...data.emoji.scene import Scene
 from ...data.errors import RunError
 from ...data.files import atomic_write
@@ -97,18 +97,31 @@ def load_or_encode(
 
     Raises RunError: the file of latents is damaged.
     """
+
+    def encode() -> dict[str, Tensor]:
+        return {"latents": encode_images(vae, draw_pool(dataset, on_image)[0], device)}
+
+    latents = kept_latents(folder, "latents", dataset, vae_digest, encode)["latents"]
+    return LatentSet(dataset.resolution, latents, [dataset.scene(index) for index in range(len(dataset))])
+
+
+def kept_latents(
+    folder: Path, kind: str, dataset: Numbered, vae_digest: str, encode: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the tensors of a kind of a dataset, read from `folder` if the same autoencoder made them there.
+
+    Raises RunError: their file is damaged.
+    """
     name = f"{dataset.split}-{dataset.seed}-{dataset.resolution}-{len(dataset)}"
-    path = folder / f"latents-{name}.safetensors"
+    path = folder / f"{kind}-{name}.safetensors"
     if path.exists():
         try:
             with safe_open(path, "pt") as file:
                 if json.loads(file.metadata()["made_by"]) == vae_digest:
-                    scenes = [dataset.scene(index) for index in range(len(dataset))]
-                    return LatentSet(dataset.resolution, file.get_tensor("latents"), scenes)
+                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise RunError(f"{path} is not a whole file of latents ({error}); delete it to make it again") from error
-    pool, scenes = draw_pool(dataset, on_image)
-    latents = encode_images(vae, pool, device)
+    tensors = encode()
     with atomic_write(path) as temporary:
-        save_file({"latents": latents}, temporary, metadata={"made_by": json.dumps(vae_digest)})
-    return LatentSet(dataset.resolution, latents, scenes)
+        save_file(tensors, temporary, metadata={"made_by": json.dumps(vae_digest)})
+    return tensors

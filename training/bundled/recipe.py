@@ -43,7 +43,7 @@ DEFAULT_STEPS: dict[Part, int] = {
     "emoji-xl": 8900,
     "emoji-3": 11500,
     "emoji-xl-turbo": 900,
-    "emoji-edit": 6000,
+    "emoji-edit": 2600,
 }
 """Training steps of the shipped weights. The three models were trained in several runs: 560, 3300 and 3300 steps, then
 the rest with `--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`.
@@ -106,8 +106,9 @@ def train_part(
     length = steps or DEFAULT_STEPS[part]
     initial_weights = None
     teacher = (from_models or models_dir) / "emoji-xl" / WEIGHT_FILES["emoji-xl"]
-    is_begun_elsewhere = part == "emoji-edit" and not ((from_models or models_dir) / part).is_dir()
-    if from_models is not None and (part == "emoji-xl-turbo" or is_begun_elsewhere):
+    # A new emoji-edit starts from emoji-3.
+    has_edit_model = from_models is not None and (from_models / "emoji-edit").is_dir()
+    if from_models is not None and (part == "emoji-xl-turbo" or (part == "emoji-edit" and not has_edit_model)):
         adopt_parts(from_models, root)
     elif from_models is not None:
         if part not in WEIGHT_FILES:

@@ -7,6 +7,7 @@ with them.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from .optim import OptimConfig
 MAX_TOKENS = 24
 VOCABULARY = 1000
 TOKENIZER_CAPTIONS = 20_000
+TEXTS_PER_BATCH = 128
 START, END = "<|startoftext|>", "<|endoftext|>"
 ANY_RESOLUTION = Resolution(128, 128)
 # Filler words, so that free wording ("a photo of", "picture", "the") is not spelled out letter by letter.
@@ -67,7 +69,12 @@ def train_byte_pairs(texts: list[str]) -> CLIPTokenizer:
 
 
 def new_text_encoder(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
-    config = CLIPTextConfig(
+    return CLIPTextModelWithProjection(clip_text_config(width, num_layers, tokenizer))
+
+
+def clip_text_config(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> CLIPTextConfig:
+    """Return the configuration of a text model of CLIP with heads of width 32."""
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=4 * width,
@@ -80,12 +87,11 @@ def new_text_encoder(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> C
         eos_token_id=cast(int, tokenizer.eos_token_id),
         pad_token_id=cast(int, tokenizer.pad_token_id),
     )
-    return CLIPTextModelWithProjection(config)
 
 
 def is_outside_layers(name: str) -> bool:
-    """Whether a weight of a CLIP model is an embedding or a projection, which are not trained by Muon."""
-    return "layers" not in name
+    """Whether a weight of a CLIP or T5 model is an embedding or a projection, which are not trained by Muon."""
+    return "layers" not in name and "block" not in name
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
@@ -107,26 +113,59 @@ def scene_targets(scenes: list[Scene]) -> Tensor:
     return torch.tensor(rows)
 
 
-class CaptionReader(nn.Module):
-    """A text encoder with the three classifiers that it is trained through; only the encoder is kept."""
+class TextReader(nn.Module):
+    """A text encoder with the classifiers that it is trained through; only the encoder is kept.
 
-    def __init__(self, encoder: CLIPTextModelWithProjection) -> None:
+    Args:
+        encoder: the encoder.
+        width: width of its states.
+        states: returns the states [n, width] of token ids [n, length], given the encoder.
+        sizes: number of classes of each classifier.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, width: int, states: Callable[[Any, Tensor], Tensor], sizes: Sequence[int]
+    ) -> None:
         super().__init__()
-        width = encoder.config.projection_dim
-        assert width is not None
-        self.encoder = encoder
-        num_objects = len(object_names())
-        self.heads = nn.ModuleList(nn.Linear(width, size) for size in (num_objects, num_objects + 1, len(BACKGROUNDS)))
+        self.encoder, self.states = encoder, states
+        self.heads = nn.ModuleList(nn.Linear(width, size) for size in sizes)
 
     def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-        pooled = self.encoder(input_ids=ids).text_embeds
+        """Return the loss and the accuracy of ids [n, length] and class numbers [n, classifiers]."""
+        states = self.states(self.encoder, ids)
         loss = torch.zeros((), device=ids.device)
         is_right = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         for head, target in zip(self.heads, targets.T, strict=True):
-            logits = head(pooled)
+            logits = head(states)
             loss = loss + F.cross_entropy(logits, target)
             is_right &= logits.argmax(1) == target
         return loss, float(is_right.float().mean())
+
+
+def caption_reader(encoder: CLIPTextModelWithProjection) -> TextReader:
+    """Return a reader of captions, whose targets are those of `scene_targets`."""
+    width, num_objects = encoder.config.projection_dim, len(object_names())
+    assert width is not None
+    sizes = (num_objects, num_objects + 1, len(BACKGROUNDS))
+    return TextReader(encoder, width, lambda model, ids: model(input_ids=ids).text_embeds, sizes)
+
+
+def train_reader(
+    reader: TextReader,
+    draw: Callable[[np.random.Generator], tuple[Tensor, Tensor]],
+    task: Task,
+    device: torch.device,
+    on_step: OnStep = ignore_step,
+) -> None:
+    """Train a reader on batches of ids and class numbers that `draw` returns, as `loop.train`."""
+
+    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
+        ids, targets = draw(np.random.default_rng([task.seed, 5, step]))
+        loss, accuracy = reader(ids.to(device), targets.to(device))
+        return loss, {"accuracy": accuracy}
+
+    optim = OptimConfig(muon_lr=2e-3, adam_lr=2e-3)
+    train(reader, task, device, loss_of, on_step, is_excluded=is_outside_layers, ema_decay=0.99, optim=optim)
 
 
 def train_text_encoder(
@@ -137,15 +176,10 @@ def train_text_encoder(
     on_step: OnStep = ignore_step,
 ) -> CLIPTextModelWithProjection:
     """Train an encoder to classify captions; returns it with averaged weights."""
-    reader = CaptionReader(encoder)
 
-    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
-        rng = np.random.default_rng([task.seed, 5, step])
-        scenes = [sample_scene(rng, ANY_RESOLUTION, "train") for _ in range(128)]
-        ids = tokenize(tokenizer, [scene.caption for scene in scenes])
-        loss, accuracy = reader(ids.to(device), scene_targets(scenes).to(device))
-        return loss, {"accuracy": accuracy}
+    def draw(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        scenes = [sample_scene(rng, ANY_RESOLUTION, "train") for _ in range(TEXTS_PER_BATCH)]
+        return tokenize(tokenizer, [scene.caption for scene in scenes]), scene_targets(scenes)
 
-    optim = OptimConfig(muon_lr=2e-3, adam_lr=2e-3)
-    train(reader, task, device, loss_of, on_step, is_excluded=is_outside_layers, ema_decay=0.99, optim=optim)
+    train_reader(caption_reader(encoder), draw, task, device, on_step)
     return encoder

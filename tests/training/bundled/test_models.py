@@ -29,7 +29,7 @@ from patchedserve.training.bundled.latents import draw_pool, load_or_encode, ran
 from patchedserve.training.bundled.loop import Task
 from patchedserve.training.bundled.text import (
     MAX_TOKENS,
-    CaptionReader,
+    caption_reader,
     new_text_encoder,
     scene_targets,
     tokenize,
@@ -78,7 +78,7 @@ def test_scene_targets_name_objects_and_background():
 @pytest.mark.slow
 def test_the_caption_reader_trains_its_encoder(tokenizer):
     torch.manual_seed(0)
-    reader = CaptionReader(new_text_encoder(64, 2, tokenizer))
+    reader = caption_reader(new_text_encoder(64, 2, tokenizer))
     rng = np.random.default_rng(0)
     scenes = [sample_scene(rng, SMALL, "train") for _ in range(4)]
     loss, accuracy = reader(tokenize(tokenizer, [scene.caption for scene in scenes]), scene_targets(scenes))
