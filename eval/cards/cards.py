@@ -1,7 +1,6 @@
 """Measurement of the bundled models on held-out data, and their model cards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ...data.edits import Reference
 from ...data.emoji.art import object_names
 from ...data.emoji.dataset import EmojiDataset
 from ...data.emoji.scene import BACKGROUNDS, Scene, caption_of, compose, heldout_singles, render, with_article
-from ...data.errors import RunError
 from ...data.files import atomic_write, write_json, write_text
 from ...data.models.bundled import write_checksums
-from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...profiling.report.grid import image_grid
-from ...serving.engine.collectors import InMemory
-from ...serving.engine.engine import Engine
 from ...serving.models.served import ServedModel
-from ...serving.scheduling.policies import get_policy
 from ..metrics.clip import Clip
+from .drawing import DATA_SEED, NAME_TEMPLATES, SIZES, CardOptions, generate, shares, steps_of, takes_references
+from .edits import edit_grid, measure_editor
 from .figures import (
     fid_of_images,
     measure_autoencoder_psnr,
@@ -33,12 +28,8 @@ from .figures import (
 )
 from .text import card_text
 
-SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
-DATA_SEED = 2026
-"""Seed of all measured pictures; training uses small seeds, so none of these was ever seen."""
 GRID_OBJECTS = ("butterfly", "red apple", "hedgehog", "red car", "candle", "sunflower", "rocket", "penguin")
 GRID_BACKGROUNDS = ("blue", "yellow", "pink", "gray", "black", "white", "purple", "green")
-NAME_TEMPLATES = tuple(f"{{}} on {with_article(ground)} background" for ground in BACKGROUNDS)
 GENERATOR_FLAGS = {
     "num_generated": "num-images",
     "num_fid": "num-fid",
@@ -47,32 +38,10 @@ GENERATOR_FLAGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CardOptions:
-    """Extent of the measurements.
-
-    Attributes:
-        num_pairs: number of pairs of a real picture and its caption for the judge.
-        num_generated: number of generated pictures for the object and background rates, over all three sizes.
-        num_fid: number of generated and of real pictures of each size for FID; 0 omits FID.
-        num_encoded: number of real pictures for the autoencoder's PSNR, over all three sizes.
-        num_inference_steps: number of denoising steps; None for the model's default.
-        seed: seed of the first generated picture.
-    """
-
-    num_pairs: int = 1000
-    num_generated: int = 500
-    num_fid: int = 1000
-    num_encoded: int = 3 * 64
-    num_inference_steps: int | None = None
-    seed: int = 0
-
-
 def heldout_images(size: int, resolutions: Sequence[Resolution] = SIZES) -> tuple[list[Scene], list[Image.Image]]:
     """Return `size` held-out scenes and pictures, spread evenly over the resolutions."""
     scenes, images = [], []
-    for position, resolution in enumerate(resolutions):
-        share = size // len(resolutions) + (position < size % len(resolutions))
+    for resolution, share in shares(size, resolutions):
         for scene, image in EmojiDataset(resolution, share, "heldout", DATA_SEED):
             scenes.append(scene)
             images.append(image)
@@ -114,7 +83,9 @@ def measure_generator(
     extractor: torch.nn.Module | None = None,
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Measure autoencoder PSNR, object and background rates by size, and FID if a feature network is given."""
+    """Measure autoencoder PSNR, object and background rates by size, FID if a feature network is given, and edits of a
+    model that takes references.
+    """
     _, images = heldout_images(options.num_encoded)
     by_size: dict[str, list[Image.Image]] = {}
     for image in images:
@@ -123,59 +94,32 @@ def measure_generator(
     figures["recognised"] = _measure_recognition(model, clip, options, on_step)
     if extractor is not None and options.num_fid:
         figures["fid"] = _measure_fid(model, options, extractor, on_step)
-    steps = options.num_inference_steps or model.defaults.num_inference_steps
+    if takes_references(model):
+        figures |= measure_editor(model, clip, options, on_step)
+    defaults = model.defaults
+    length = {} if defaults.max_sequence_length is None else {"max_sequence_length": defaults.max_sequence_length}
     figures["settings"] = {
-        "num_inference_steps": steps,
-        "guidance_scale": model.defaults.guidance_scale,
+        "num_inference_steps": steps_of(model, options),
+        "guidance_scale": defaults.guidance_scale,
+        **length,
         "scheduler": type(model.pipe.scheduler).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     return figures
 
 
-def generate(
-    model: ServedModel,
-    captions: Sequence[str],
-    resolutions: Sequence[Resolution],
-    options: CardOptions,
-    on_step: Callable[[int], None] = lambda steps: None,
-    references: Sequence[Reference] = (),
-) -> list[Image.Image]:
-    """Generate one picture per caption on the engine, with seeds from `options.seed`, beside a reference each if there
-    are any. Raises RunError if one fails.
-    """
-    engine = Engine(
-        model,
-        get_policy("continuous"),
-        collector=InMemory(keep_images=True),
-        on_step=lambda row: on_step(row.active),
-        max_batch_size=16,
-    )
-    steps = options.num_inference_steps or model.defaults.num_inference_steps
-    for index, (caption, resolution) in enumerate(zip(captions, resolutions, strict=True)):
-        engine.submit(
-            Request(
-                index,
-                caption,
-                resolution,
-                steps,
-                model.defaults.guidance_scale,
-                seed=options.seed + index,
-                references=tuple(references[index : index + 1]),
-            )
-        )
-    engine.close()
-    result = engine.run()
-    if result.was_interrupted:
-        raise KeyboardInterrupt
-    failed = [record for record in result.records if record.status != "completed"]
-    if failed:
-        raise RunError(f"{len(failed)} of {len(captions)} pictures failed; the first: {failed[0].reason}")
-    return [result.images[index] for index in range(len(captions))]
+def num_denoising_steps(model: ServedModel, options: CardOptions) -> int:
+    """Return how many steps of pictures `measure_generator` takes."""
+    num_sets = 3 if takes_references(model) else 1
+    return steps_of(model, options) * (num_sets * options.num_generated + len(SIZES) * options.num_fid)
 
 
 def sample_grid(model: ServedModel, options: CardOptions, cell_px: int = 128) -> Image.Image:
-    """Return the picture of the model card: eight objects in three rows, one row for each size."""
+    """Return the picture of the model card: eight objects in three rows, one row for each size; of a model that takes
+    references, eight edits for each size.
+    """
+    if takes_references(model):
+        return edit_grid(model, options, cell_px=cell_px)
     captions = [caption_of((name,), ground) for name, ground in zip(GRID_OBJECTS, GRID_BACKGROUNDS, strict=True)]
     images = generate(model, captions * 3, [size for size in SIZES for _ in captions], options)
     return image_grid(images, columns=len(captions), cell_px=cell_px)

@@ -12,14 +12,14 @@ from PIL import Image
 from ...data.edits import Reference
 from ...data.emoji.art import object_names
 from ...data.emoji.edits import KIND_WEIGHTS, EditDataset, SceneEdit
-from ...data.emoji.scene import BACKGROUNDS, TINTS, caption_of, recoloured, render, with_article
+from ...data.emoji.scene import BACKGROUNDS, TINTS, recoloured, render, with_article
 from ...data.resolution import Resolution
 from ...profiling.report.grid import image_grid
 from ...serving.models.served import ServedModel
 from ..metrics.clip import Clip, zero_shot
 from ..metrics.images import AnyImage
 from ..metrics.ssim import ssim
-from .cards import DATA_SEED, NAME_TEMPLATES, SIZES, CardOptions, generate
+from .drawing import DATA_SEED, NAME_TEMPLATES, SIZES, CardOptions, generate, shares
 from .figures import background_of
 
 CHANGED_LEVELS = 12
@@ -46,11 +46,10 @@ class TrueEdit:
     changed: NDArray[np.bool_]
 
 
-def heldout_edits(size: int, resolutions: Sequence[Resolution] = SIZES) -> list[TrueEdit]:
-    """Return `size` held-out edits, spread evenly over the resolutions."""
+def heldout_edits(size: int) -> list[TrueEdit]:
+    """Return `size` held-out edits, spread evenly over the sizes."""
     edits = []
-    for position, resolution in enumerate(resolutions):
-        share = size // len(resolutions) + (position < size % len(resolutions))
+    for resolution, share in shares(size):
         dataset = EditDataset(resolution, share, "heldout", DATA_SEED)
         for index in range(share):
             before, after = (np.asarray(image) for image in dataset.images(index))
@@ -106,9 +105,7 @@ def _drawn(
     by_caption: bool = False,
 ) -> list[Image.Image]:
     if by_caption:
-        scenes = [true.edit.after for true in edits]
-        prompts = [caption_of(tuple(each.name for each in scene.placements), scene.background) for scene in scenes]
-        references = []
+        prompts, references = [true.edit.after.in_words() for true in edits], []
     else:
         prompts = [true.edit.instruction for true in edits]
         references = [Reference(true.before) for true in edits]

@@ -6,7 +6,6 @@ from typing import Any
 from ... import __version__
 from ...data.emoji.art import ART_SOURCE, object_names
 from ...profiling.report.table import Table
-from ...training.bundled.text import MAX_TOKENS
 
 _ABOUT = {
     "emoji-xl": (
@@ -53,7 +52,8 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
     """
     pipeline, about = _ABOUT[name]
     settings = figures.get("settings", {})
-    asked = ", ".join(f"{key}={settings[key]}" for key in ("num_inference_steps", "guidance_scale") if key in settings)
+    keys = ("num_inference_steps", "guidance_scale", "max_sequence_length")
+    asked = ", ".join(f"{key}={settings[key]}" for key in keys if key in settings)
     head = f"---\nlicense: apache-2.0\nlibrary_name: {'transformers' if name == 'emoji-clip' else 'diffusers'}\n---\n"
     load = f'from diffusers import {pipeline}\n\npipe = {pipeline}.from_pretrained("{name}")\n'
     shown = "128, 192 and 256 pixels, top to bottom"
@@ -68,7 +68,7 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
             'seen = load_image("apple.png")  # of 128, 192 or 256 pixels\n'
             'prompt = "replace the red apple by a top hat"\n'
             "size = dict(width=seen.width, height=seen.height, max_area=seen.width * seen.height, _auto_resize=False)\n"
-            f"image = pipe(seen, prompt, **size, {asked}, max_sequence_length={MAX_TOKENS}).images[0]"
+            f"image = pipe(seen, prompt, **size, {asked}).images[0]"
         )
         shown += ", each row of pictures above their edits"
     else:

@@ -16,8 +16,7 @@ from ..output import Output
 def models_list(*, out: Output) -> None:
     """List the bundled models with their default sizes, steps and guidance scale.
 
-    emoji-xl and emoji-3 draw images, emoji-edit follows an image and an instruction; emoji-clip measures how well
-    images match their prompts.
+    emoji-xl and emoji-3 draw images; emoji-clip measures how well images match their prompts.
 
     Examples:
 
@@ -91,8 +90,8 @@ def models_card(
         psctl models card emoji-3 --write
     """
     with out.status("Loading ..."):
-        from ...eval.cards.cards import CardOptions, measure_generator, measure_judge, sample_grid, write_card
-        from ...eval.cards.edits import edit_grid, measure_editor
+        from ...eval.cards.cards import measure_generator, measure_judge, num_denoising_steps, sample_grid, write_card
+        from ...eval.cards.drawing import CardOptions
         from ...eval.metrics.clip import load_clip
         from ...serving.models.loading import load_model
         from ...serving.models.placement import resolve_device
@@ -114,15 +113,11 @@ def models_card(
 
             extractor = load_inception(fid_weights)
         model = load_model(str(folder), target.device, target.dtype)
-        steps = num_inference_steps or model.defaults.num_inference_steps
         with out.phases() as start:
-            edits_too = model.family.geometry.references is not None
-            advance = start("denoising steps", steps * ((1 + 2 * edits_too) * num_images + 3 * num_fid))
+            advance = start("denoising steps", num_denoising_steps(model, options))
             figures = measure_generator(model, clip, options, extractor, advance)
-            if edits_too:
-                figures |= measure_editor(model, clip, options, advance)
         if write:
-            grid = (edit_grid if edits_too else sample_grid)(model, options)
+            grid = sample_grid(model, options)
     if write:
         write_card(name, models_dir, figures, options, grid)
     out.data(figures)

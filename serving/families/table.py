@@ -20,7 +20,6 @@ class Entry:
         settings: maps the configuration of model and pipeline to default settings, used if `psctl.json` has none.
         references: which references its pipeline takes; None if it takes none.
         has_soft_masks: as in `geometry.Geometry`.
-        needs: Python package, no dependency of psctl, that transformers needs to load a part of its pipeline.
     """
 
     title: str
@@ -31,7 +30,6 @@ class Entry:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     references: ReferenceRule | None = None
     has_soft_masks: bool = False
-    needs: str | None = None
 
 
 def _klein_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +120,6 @@ FAMILIES: Mapping[str, Entry] = {
         model="QwenImageTransformer2DModel",
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
         references=QWEN_EDIT,
-        needs="torchvision",
     ),
     "QwenImageEditPlusPipeline": Entry(
         title="Qwen-Image-Edit 2509, 2511",
@@ -130,7 +127,6 @@ FAMILIES: Mapping[str, Entry] = {
         model="QwenImageTransformer2DModel",
         settings=lambda _: {"num_inference_steps": 40, "guidance_scale": 4.0},
         references=QWEN_EDIT_PLUS,
-        needs="torchvision",
     ),
     "ZImagePipeline": Entry(
         title="Z-Image",

@@ -82,10 +82,15 @@ def check_directory(
         elif name.startswith("tokenizer") and not any((folder / file).is_file() for file in _VOCABULARIES):
             # transformers would invent a vocabulary of three words.
             raise RunError(f"missing vocabulary: none of {', '.join(_VOCABULARIES)} in {folder}")
-        elif name.startswith("tokenizer") and entry[1].endswith("Processor") and find_spec("torchvision") is None:
+        elif reads_images(name, entry[1]) and find_spec("torchvision") is None:
             raise RunError(f"model {model_dir}: its {entry[1]} reads images, too, and needs torchvision: install it")
         elif name == "scheduler":
             read_json(folder / "scheduler_config.json")
+
+
+def reads_images(name: str, kind: str) -> bool:
+    """Return whether a component of this name and class turns texts and images into tokens together."""
+    return name.startswith(("tokenizer", "processor")) and kind.endswith("Processor")
 
 
 class Weights(NamedTuple):

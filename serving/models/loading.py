@@ -4,18 +4,16 @@ Loading is strict. An unsupported pipeline class, a missing or damaged file, or 
 diffusers would silently fill with random values) is refused with a one-line error that names the file.
 """
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...data.errors import RunError, UsageError
+from ...data.errors import RunError
 from ...data.templates import Keep
 from ...data.workspace import Workspace
 from ..conflicts import refuse_conflicts
 from ..core.garbage import imports_are_no_garbage
 from ..families.geometry import Geometry
-from ..families.table import FAMILIES
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
 from .checkpoint import (
@@ -72,8 +70,6 @@ def load_model(
         used["a single file"] = f"a single file ({source.file})"
     refuse_conflicts(used)
     check_changes(changes, model_dir)
-    if (needed := FAMILIES[index["_class_name"]].needs) is not None and importlib.util.find_spec(needed) is None:
-        raise UsageError(f"a {index['_class_name']} needs {needed}: pip install {needed}")
     defaults = read_defaults(model_dir)
 
     with imports_are_no_garbage():

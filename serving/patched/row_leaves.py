@@ -1,6 +1,5 @@
 """Leaves that repeat values with one entry per row for the row's patches, and that embed latents as tokens."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -45,8 +44,11 @@ class RowsAndZeroToPatches(BatchLeaf):
         """Return which patches are of references, (P,), 1 or 0; see `BatchLeaf`."""
         values, level = self.context.batch_values, self.context.batch.levels[0]
         if values.is_reference is None:
-            number = lambda value: lambda *size: text.new_full((math.prod(size), 1), value, dtype=torch.int64)  # noqa: E731
-            tokens = repeated(level, number(0), "torch", of_references=lambda _: number(1))
+
+            def all_are(value: int) -> Callable[[int, int], Tensor]:
+                return lambda height, width: text.new_full((height * width, 1), value, dtype=torch.int64)
+
+            tokens = repeated(level, all_are(0), "torch", of_references=lambda _: all_are(1))
             values.is_reference = tokens.view(len(level.row_index), -1)[:, 0].contiguous()
         return values.is_reference
 

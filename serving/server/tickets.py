@@ -125,11 +125,9 @@ class Ticket(Follower):
 
     @property
     def num_bytes(self) -> int:
-        """Size of its images, and of what it was drawn from: the image and mask that it edits, or references."""
+        """Size of its images, and of the image and mask that it edits; references are gone once it has ended."""
         edit = self.generation.edit
         given = 0 if edit is None else edit.image.nbytes + edit.mask.nbytes
-        others = (each.image for each in self.generation.references if edit is None or each.image is not edit.image)
-        given += sum(image.nbytes for image in others)
         return given + sum(len(drawn.content) for drawn in self.drawn.values())
 
     def on_step(self, request_id: int, steps_done: int) -> None:

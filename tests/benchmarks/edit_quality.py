@@ -29,7 +29,7 @@ from patchedserve.data.emoji.scene import BACKGROUNDS, Placement, Scene, caption
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.eval.cards.cards import NAME_TEMPLATES
+from patchedserve.eval.cards.drawing import NAME_TEMPLATES
 from patchedserve.eval.metrics.bootstrap import bootstrap_mean
 from patchedserve.eval.metrics.clip import clip_scores, zero_shot
 from patchedserve.eval.metrics.features import features_of_images

@@ -19,7 +19,7 @@ import torch
 from diffusers import QwenImageEditPipeline
 from torch import Tensor
 
-from patchedserve.data.errors import UsageError
+from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.steps.sides import patched_stepper
@@ -27,7 +27,6 @@ from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import PatchCache
 from patchedserve.serving.conflicts import conflict_in
 from patchedserve.serving.core.prepared import PreparedRequest
-from patchedserve.serving.families.table import FAMILIES
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import ModelDefaults, read_geometry
 from patchedserve.serving.models.loading import load_model
@@ -223,15 +222,15 @@ def text_lengths_are_those_of_the_model(build: Build) -> None:
 
 def a_saved_folder_loads(build: Build) -> None:
     pipe, request = build(), mixed([2] * 4)[1]
-    if (needed := FAMILIES[type(pipe).__name__].needs) is not None and importlib.util.find_spec(needed) is None:
-        with TemporaryDirectory() as folder:
-            index = {"_class_name": type(pipe).__name__, "transformer": ["diffusers", type(pipe.transformer).__name__]}
-            (Path(folder) / "model_index.json").write_text(json.dumps(index))
-            with pytest.raises(UsageError, match=f"a {type(pipe).__name__} needs {needed}: pip install {needed}"):
-                load_model(folder, "cpu", "float32")
-        return
     with TemporaryDirectory() as folder:
         save_tiny(Path(folder), pipe)
+        if "processor" in pipe.components and importlib.util.find_spec("torchvision") is None:
+            file, kind = Path(folder) / "model_index.json", type(pipe.processor).__name__
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"processor": ["transformers", kind]}))
+            (Path(folder) / "processor").mkdir()
+            with pytest.raises(RunError, match=f"its {kind} reads images, too, and needs torchvision"):
+                load_model(folder, "cpu", "float32")
+            return
         loaded = load_model(folder, "cpu", "float32")
         assert relative_error(denoised(loaded, [request]), [plain_latents(pipe, request)]) <= STEPS
         assert read_geometry(Path(folder)) == loaded.family.geometry

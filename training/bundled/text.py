@@ -127,7 +127,8 @@ class TextReader(nn.Module):
         self, encoder: nn.Module, width: int, states: Callable[[Any, Tensor], Tensor], sizes: Sequence[int]
     ) -> None:
         super().__init__()
-        self.encoder, self.states = encoder, states
+        self.encoder: Any = encoder
+        self.states = states
         self.heads = nn.ModuleList(nn.Linear(width, size) for size in sizes)
 
     def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, float]:

@@ -17,14 +17,8 @@ from patchedserve.data.models.bundled import (
     read_checksums,
     verify_bundled,
 )
-from patchedserve.eval.cards.cards import (
-    CardOptions,
-    card_command,
-    generate,
-    heldout_images,
-    measure_generator,
-    measure_judge,
-)
+from patchedserve.eval.cards.cards import card_command, heldout_images, measure_generator, measure_judge
+from patchedserve.eval.cards.drawing import SIZES, CardOptions, generate
 from patchedserve.eval.cards.figures import background_of, measure_autoencoder_psnr
 from patchedserve.eval.cards.text import card_text
 from patchedserve.eval.metrics.clip import load_clip
@@ -128,8 +122,6 @@ def test_autoencoder_reaches_the_psnr_of_its_card(generator):
 @pytest.mark.slow
 def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
     chosen = heldout_singles()[::13][:6]
-    from patchedserve.eval.cards.cards import SIZES
-
     captions = [f"{name} on a {ground} background" for name, ground in chosen]
     options = CardOptions(num_inference_steps=min(12, generator.defaults.num_inference_steps))
     images = generate(generator, captions, [SIZES[i % 3] for i in range(6)], options)
