@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ...data.resolution import Resolution
 from ...profiling.report.grid import image_grid
 from ...serving.models.served import ServedModel
 from ..metrics.clip import Clip, zero_shot
-from ..metrics.images import AnyImage
+from ..metrics.images import AnyImage, to_pil
 from ..metrics.ssim import ssim
 from .drawing import DATA_SEED, NAME_TEMPLATES, SIZES, CardOptions, generate, shares
 from .figures import background_of
@@ -26,6 +27,8 @@ CHANGED_LEVELS = 12
 """Difference in levels of any channel from which on a pixel counts as changed by an edit."""
 EMPTY_LEVELS = 24.0
 """Mean difference to the truth up to which an object counts as removed, over the pixels that it covered."""
+BOX_SIDE, BOX_PX = 1.08, 128
+"""Side of the square in which a new object is looked for, over the object's own, and in pixels once it is scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def heldout_edits(size: int) -> list[TrueEdit]:
     for resolution, share in shares(size):
         dataset = EditDataset(resolution, share, "heldout", DATA_SEED)
         for index in range(share):
-            before, after = (np.asarray(image) for image in dataset.images(index))
+            before, after = (np.array(image) for image in dataset.images(index))
             changed = np.asarray((np.abs(before.astype(np.int16) - after) > CHANGED_LEVELS).any(-1))
             edits.append(TrueEdit(resolution, dataset.edit(index), before, after, changed))
     return edits
@@ -115,20 +118,21 @@ def _drawn(
 def _are_done(clip: Clip, edits: Sequence[TrueEdit], images: Sequence[AnyImage]) -> list[bool]:
     """Return for each edit whether its picture shows it.
 
-    The border tells a background, CLIP the objects after a replacement, and for the others the pixels that should have
-    changed: the colour in which the true drawing would be nearest to them, or whether nothing is left there.
+    The border tells a background, CLIP the object in each box where one was replaced, and for the others the pixels
+    that should have changed: the colour in which the true drawing would be nearest to them, or whether nothing is left
+    there.
     """
     names = object_names()
     classes = clip.embed_classes([with_article(name) for name in names], NAME_TEMPLATES)
-    nearest = zero_shot(clip.embed_images(images), classes, 2).tolist()
+    boxes = [_boxes(true, image) for true, image in zip(edits, images, strict=True)]
+    found = iter(zero_shot(clip.embed_images(list(chain(*boxes))), classes, 1)[:, 0].tolist())
     done = []
-    for true, image, found in zip(edits, images, nearest, strict=True):
+    for true, image, shown in zip(edits, images, boxes, strict=True):
         edit, pixels = true.edit, np.asarray(image)
         if edit.kind == "background":
             done.append(background_of(pixels, BACKGROUNDS) == edit.after.background)
         elif edit.kind == "replace":
-            shown = {names.index(name) for name in edit.after.names}
-            done.append(set(found[: len(shown)]) == shown)
+            done.append({names[index] for index in islice(found, len(shown))} == {edit.new})
         elif edit.kind == "remove":
             done.append(_distance(pixels, true.after, true.changed) <= EMPTY_LEVELS)
         else:
@@ -137,6 +141,20 @@ def _are_done(clip: Clip, edits: Sequence[TrueEdit], images: Sequence[AnyImage])
             distances = {tint: _distance(pixels, other, true.changed) for tint, other in painted.items()}
             done.append(min(distances, key=lambda tint: distances[tint]) == edit.colour)
     return done
+
+
+def _boxes(true: TrueEdit, image: AnyImage) -> list[Image.Image]:
+    """Return the parts of a picture where a replacement shows its new objects: squares, with some room around them."""
+    if true.edit.kind != "replace":
+        return []
+    (width, height), boxes = true.resolution, []
+    for place in true.edit.after.placements:
+        if place.name == true.edit.new:
+            side = min(BOX_SIDE * place.side, 1) * min(width, height)
+            left = np.clip(place.center_x * width - side / 2, 0, width - side)
+            top = np.clip(place.center_y * height - side / 2, 0, height - side)
+            boxes.append(to_pil(image).resize((BOX_PX, BOX_PX), box=(left, top, left + side, top + side)))
+    return boxes
 
 
 def _distance(one: NDArray[np.uint8], other: NDArray[np.uint8], where: NDArray[np.bool_]) -> float:

@@ -26,8 +26,9 @@ from ..core.attention import (
     normed,
 )
 from ..core.captured import Results
-from .context import PatchContext, joined
+from .context import PatchContext
 from .queries import attended_keys_values, resolutions_of, sequences_of
+from .tokens import joined
 
 
 class PatchedSelfAttention(nn.Module):

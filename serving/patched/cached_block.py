@@ -17,8 +17,9 @@ from ..core.denoiser import denoiser_of
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
 from .attention import PatchedJointAttention
-from .context import PatchContext, to_patches, to_tokens
+from .context import PatchContext
 from .row_leaves import RowsAndZeroToPatches
+from .tokens import to_patches, to_tokens
 
 
 def install(model: Any, cache: PatchCache, context: PatchContext) -> None:

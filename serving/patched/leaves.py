@@ -18,7 +18,8 @@ from ..cache.slots import NormSlots, TokenSlots
 from ..core.adapters import adapted_of
 from ..core.derived import Derived
 from ..layout.packing import Level
-from .context import Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
+from .context import Fused, PatchContext, Strategy
+from .tokens import images_of, joined, to_patches, to_tokens, tokens_of
 
 _NATIVE_FROM_SIDE = 4
 """Least side of active cells, in outputs, that are convolved natively; smaller ones use a product over taps."""

@@ -14,8 +14,9 @@ from ..core.attention import Rotary
 from ..core.swap import Swap
 from ..families.transformer import Transformer
 from .attention import PatchedStreamAttention
-from .context import BatchLeaf, PatchContext, repeated
+from .context import BatchLeaf, PatchContext
 from .streams import BlocksWithBoundaries, CachedText, rows_to_stream
+from .tokens import repeated
 
 
 class RefinedText(CachedText):

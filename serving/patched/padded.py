@@ -16,9 +16,10 @@ from ..cache.active import ActiveRows, ActiveSet
 from ..core.swap import Swap
 from ..families.transformer import PAD, Transformer
 from .attention import LEFT_OUT, PatchedStreamAttention
-from .context import BatchLeaf, PatchContext, repeated
+from .context import BatchLeaf, PatchContext
 from .one_row import SwappedAxes, places_of
 from .streams import BlocksWithBoundaries, CachedText, rows_to_stream
+from .tokens import repeated
 
 
 def no_angles(ids: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ..layout.packing import Level, Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import References, every_size, patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
-from .context import BatchLeaf, BatchValues, PatchContext, Strategy, to_tokens
+from .context import BatchLeaf, BatchValues, PatchContext, Strategy
 from .leaves import PatchedConv
 from .own_batch import OwnBatch, of_rows
 from .row_leaves import CachedCaption
@@ -36,6 +36,7 @@ from .strategy import StrategyTable
 from .streams import CachedText
 from .swap import PatchSwap
 from .text import Shorten
+from .tokens import to_tokens
 from .unet_layers import unet_level
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.adapters import adapted_of
-from .context import BatchLeaf, PatchContext, repeated
+from .context import BatchLeaf, PatchContext
+from .tokens import repeated
 
 
 class RowsToPatches(nn.Module):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..core.attention import Rotary
 from ..families.transformer import JointAngles, Transformer
-from .context import BatchLeaf, PatchContext, joined, repeated
+from .context import BatchLeaf, PatchContext
+from .tokens import joined, repeated
 
 
 class RotaryPositions(BatchLeaf):

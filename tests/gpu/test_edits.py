@@ -20,9 +20,9 @@ from ..serving.editing.test_exact import pipeline
 from ..support.edits import edit_request, plain_edit
 from ..support.family_kit import denoised
 from ..support.patched_models import relative_error
+from ..support.plain import plain_latents
 from ..support.template_records import LARGE as TINY
 from ..support.template_records import TEMPLATE, edits, model_with, serve, with_records
-from ..support.tiny_models import plain_latents
 from .cases import BUNDLED, EXACT, alone, loaded, served
 
 SMALL, WIDE, LARGE = Resolution(128, 128), Resolution(256, 128), Resolution(256, 256)

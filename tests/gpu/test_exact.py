@@ -12,7 +12,7 @@ from ..support.family_kit import BUILDS, STEPS, denoised
 from ..support.family_kit import mixed as tiny_requests
 from ..support.family_kit import served as tiny
 from ..support.patched_models import relative_error
-from ..support.tiny_models import plain_image, plain_latents
+from ..support.plain import plain_image, plain_latents
 from .cases import BUNDLED, EXACT, JOINS, alone, loaded, mixed, served, served_together
 
 SAMPLERS = ("ddim", "euler", "euler-ancestral", "dpm++")

@@ -17,8 +17,9 @@ from patchedserve.serving.models.defaults import read_geometry
 from ..conftest import RunPsctl
 from ..support.edits import edit_request, image_of, mask_of, plain_edit, redraw_request
 from ..support.killed_edits import edit_and_kill
+from ..support.plain import plain_image
 from ..support.tiny_families import tiny_flux, tiny_klein
-from ..support.tiny_models import plain_image, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 SIZE = Resolution(64, 48)
 

@@ -13,7 +13,8 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 
 from ..conftest import RunPsctl
-from ..support.tiny_models import plain_image, save_tiny, tiny_sd3, tiny_sdxl
+from ..support.plain import plain_image
+from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 
 @pytest.fixture(scope="module")

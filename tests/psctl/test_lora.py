@@ -18,7 +18,8 @@ from patchedserve.data.resolution import Resolution
 from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of, mask_of
 from ..support.original_checkpoint import save_original
-from ..support.tiny_models import plain_image, save_tiny, tiny_sdxl
+from ..support.plain import plain_image
+from ..support.tiny_models import save_tiny, tiny_sdxl
 
 REQUEST = Request(0, "a red hat", Resolution(32, 48), 3, guidance_scale=3.0, seed=4)
 ASK = {

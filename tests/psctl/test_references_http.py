@@ -20,8 +20,9 @@ from patchedserve.serving.families.references import CROPPED
 
 from ..support.edits import file_of, image_of, mask_of, plain_edit
 from ..support.http_server import HttpServer
+from ..support.plain import plain_image
 from ..support.tiny_families import tiny_klein
-from ..support.tiny_models import plain_image, save_tiny
+from ..support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.slow
 _TEXT = 16

@@ -17,8 +17,9 @@ from patchedserve.serving.families.references import CROPPED
 from patchedserve.serving.runs.trace_requests import with_references
 
 from ..conftest import RunPsctl
+from ..support.plain import plain_image
 from ..support.tiny_families import tiny_klein
-from ..support.tiny_models import plain_image, save_tiny, tiny_sdxl
+from ..support.tiny_models import save_tiny, tiny_sdxl
 
 TRACE = ("--edits", "0.6", "--edit-references", "2", "--templates", "3", "--num-prompts", "6", "--seed", "3", "--json")
 TABLE = "combination,ms\n32x32,10\n64x64,40\n4*64x64,160\n4*32x32 + 4*64x64,200\n"

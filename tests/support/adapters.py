@@ -15,7 +15,8 @@ from patchedserve.serving.options import EngineOptions, ModelOptions, QuantizeNa
 
 from .family_kit import BUILDS, mixed
 from .loras import save_lora
-from .tiny_models import save_tiny, short_texts
+from .plain import short_texts
+from .tiny_models import save_tiny
 
 LAYERS = {
     "unet": r".*\.(to_[qkv]|to_out\.0|proj_in|proj_out|net\.0\.proj|net\.2|conv1|conv|conv_shortcut|time_emb_proj)",

@@ -34,7 +34,7 @@ from patchedserve.data.edits import EditSpec
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 
-from .tiny_models import unpacked
+from .plain import unpacked
 
 MASKS = ("box", "ellipse", "line", "speckles", "all")
 _INPAINT = {

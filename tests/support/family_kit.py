@@ -36,6 +36,7 @@ from patchedserve.serving.parallel.options import ParallelOptions
 
 from .cached_models import PlaceRule
 from .patched_models import relative_error
+from .plain import plain_image, plain_latents, short_texts
 from .tiny_families import (
     tiny_aura,
     tiny_chroma,
@@ -46,12 +47,11 @@ from .tiny_families import (
     tiny_kontext,
     tiny_lumina2,
     tiny_pixart,
-    tiny_qwen,
-    tiny_qwen_edit,
     tiny_schnell,
     tiny_z_image,
 )
-from .tiny_models import plain_image, plain_latents, save_tiny, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
+from .tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from .tiny_qwen import tiny_qwen, tiny_qwen_edit
 
 Build = Callable[[], Any]
 PASS, STEPS = 1e-5, 1e-3

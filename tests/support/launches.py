@@ -30,7 +30,7 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 
 from .fake_device import Event, FakeDevice, fake_device
 from .family_kit import BUILDS, Build, served
-from .tiny_models import short_texts
+from .plain import short_texts
 
 FILE = Path(__file__).parents[1] / "serving" / "patched" / "launches.json"
 COUNTED = {"launch": "launches", "wait": "waits", "copy": "copies"}

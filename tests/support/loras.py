@@ -11,7 +11,7 @@ from peft.utils import get_peft_model_state_dict
 
 from patchedserve.data.requests import Request
 
-from .tiny_models import plain_latents, short_texts
+from .plain import plain_latents, short_texts
 
 _LAYERS = {"unet": "to_k to_q to_v to_out.0", "transformer": "to_k to_q to_v to_out.0", "text_encoder": "q_proj v_proj"}
 

@@ -19,7 +19,7 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from .edits import edit_request
-from .tiny_models import short_texts
+from .plain import short_texts
 
 SMALL, LARGE, WIDE = Resolution(64, 64), Resolution(128, 128), Resolution(96, 64)
 TEMPLATE = TemplateSpec("a picture", 5)

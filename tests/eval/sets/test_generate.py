@@ -18,7 +18,8 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, ModelOptions
 
 from ...support.eval_cases import SIZES, manifest_of, save_eval_model
-from ...support.tiny_models import plain_image, tiny_sdxl
+from ...support.plain import plain_image
+from ...support.tiny_models import tiny_sdxl
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from patchedserve.serving.core.denoiser import copy_modules, denoiser_of
 
-from ...support.tiny_families import tiny_flux, tiny_qwen
+from ...support.tiny_families import tiny_flux
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
+from ...support.tiny_qwen import tiny_qwen
 
 
 def deep_copy(model: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ from patchedserve.serving.options import EngineOptions
 
 from ...support.edits import MASKS, edit_request, plain_edit, redraw_request
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents, short_texts
 from ...support.template_records import build_tiny, serve
 from ...support.tiny_families import (
     tiny_aura,
@@ -24,10 +25,10 @@ from ...support.tiny_families import (
     tiny_flux2,
     tiny_lumina2,
     tiny_pixart,
-    tiny_qwen,
     tiny_z_image,
 )
-from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_qwen import tiny_qwen
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)

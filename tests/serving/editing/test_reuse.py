@@ -15,9 +15,10 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 from ...support.edits import edit_request
 from ...support.family_kit import denoised
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents, short_texts
 from ...support.tape import Tape
 from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, edits, model_with, serve, some
-from ...support.tiny_models import SAMPLERS, plain_latents, short_texts
+from ...support.tiny_models import SAMPLERS
 from .test_exact import pipeline
 
 

@@ -22,8 +22,8 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import mask_of
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents, short_texts
 from ...support.template_records import LARGE, WIDE, build_tiny, serve, some
-from ...support.tiny_models import plain_latents, short_texts
 from .test_exact import pipeline
 
 

@@ -26,7 +26,8 @@ from patchedserve.serving.simulator.simulator import simulate
 
 from ...support.engine_runs import SMALL, requests_of, serve
 from ...support.function_policy import FunctionPolicy
-from ...support.tiny_models import largest_error, plain_latents, tiny_sdxl
+from ...support.plain import plain_latents
+from ...support.tiny_models import largest_error, tiny_sdxl
 
 
 def _drop_odd(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:

@@ -29,7 +29,8 @@ from patchedserve.serving.scheduling.policies import Decision, get_policy
 
 from ...support.engine_runs import LARGE, SMALL, requests_of, serve
 from ...support.function_policy import FunctionPolicy
-from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
+from ...support.plain import plain_latents
+from ...support.tiny_models import largest_error, tiny_sd3, tiny_sdxl
 
 
 @pytest.mark.slow

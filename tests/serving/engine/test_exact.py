@@ -25,16 +25,8 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.patched_models import relative_error
-from ...support.tiny_models import (
-    OWN_SCHEDULERS,
-    SAMPLERS,
-    largest_error,
-    plain_image,
-    plain_latents,
-    tiny_sd,
-    tiny_sd3,
-    tiny_sdxl,
-)
+from ...support.plain import plain_image, plain_latents
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, largest_error, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(64, 64), Resolution(96, 32)

@@ -15,7 +15,8 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
-from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, largest_error, plain_latents, tiny_sdxl
+from ...support.plain import plain_latents
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, largest_error, tiny_sdxl
 
 SMALL, OTHER = Resolution(32, 32), Resolution(48, 32)
 NUM_STEPS = 12

@@ -46,9 +46,10 @@ from ...support.edits import edit_request, plain_edit
 from ...support.family_kit import BUILDS as ALL_BUILDS
 from ...support.family_kit import PASS, STEPS, denoised, served
 from ...support.patched_models import relative_error
+from ...support.plain import SMALL_PIXELS, plain_image, plain_latents, short_texts
 from ...support.tape import Tape
-from ...support.tiny_families import tiny_qwen_edit
-from ...support.tiny_models import SMALL_PIXELS, plain_image, plain_latents, save_tiny, short_texts, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.tiny_qwen import tiny_qwen_edit
 
 BUILDS = ALL_BUILDS | {"qwen-2509": partial(tiny_qwen_edit, is_at_zero=False)}
 TAKING = ["kontext", "flux2", "klein", "klein-base", "qwen-edit", "qwen-2509", "qwen-edit-first"]

@@ -10,8 +10,8 @@ from patchedserve.serving.models.build import build_model
 
 from ...support.family_kit import STEPS, denoised, served
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents
 from ...support.tiny_families import tiny_z_image
-from ...support.tiny_models import plain_latents
 
 SIZE = Resolution(64, 48)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.layout.packing import Level, Order, Packing, WholeImages, pack_rows
-from patchedserve.serving.patched.context import images_of, repeated, to_patches, to_tokens, tokens_of
+from patchedserve.serving.patched.tokens import images_of, repeated, to_patches, to_tokens, tokens_of
 
 Size = tuple[int, int]
 

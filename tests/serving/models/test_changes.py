@@ -17,8 +17,9 @@ from patchedserve.serving.samplers.names import SCHEDULERS
 
 from ...support.joining import run_joining
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents, short_texts
 from ...support.tiny_families import tiny_aura, tiny_flux
-from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 REQUESTS = [
     Request(0, "a red apple", Resolution(32, 32), 4, guidance_scale=4.0, seed=10),

@@ -27,8 +27,9 @@ from patchedserve.serving.scheduling.policies import get_policy
 from ...support.family_kit import denoised
 from ...support.patched_models import relative_error
 from ...support.tape import Tape
-from ...support.tiny_families import tiny_flux2, tiny_qwen
+from ...support.tiny_families import tiny_flux2
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+from ...support.tiny_qwen import tiny_qwen
 
 
 def loaded(folder: Path, dtype: str, part: str = "", weight: float = 1.0) -> ServedModel:

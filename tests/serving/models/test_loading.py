@@ -18,8 +18,9 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.loading import load_model, model_defaults
 
+from ...support.plain import plain_latents
 from ...support.tiny_families import tiny_flux, tiny_schnell
-from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 UNET = Path("unet/diffusion_pytorch_model.safetensors")
 TEXT = Path("text_encoder_2/model.safetensors")

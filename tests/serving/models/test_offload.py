@@ -17,8 +17,10 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.offload import TextOffload
 from patchedserve.serving.options import EngineOptions, ModelOptions
 
-from ...support.tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_lumina2, tiny_pixart, tiny_qwen
-from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.plain import plain_latents
+from ...support.tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_lumina2, tiny_pixart
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_qwen import tiny_qwen
 
 BUILDS = (tiny_sd, tiny_sdxl, tiny_sd3, tiny_flux, tiny_aura, tiny_chroma, tiny_pixart, tiny_lumina2, tiny_qwen)
 OFFLOAD = EngineOptions(offload="text", prompt_cache_mb=0)

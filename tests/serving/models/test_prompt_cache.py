@@ -25,8 +25,9 @@ from patchedserve.serving.options import EngineOptions
 from ...support.family_kit import BUILDS, served
 from ...support.joining import run_joining
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents, short_texts
 from ...support.tiny_families import tiny_flux
-from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sdxl
 
 SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
 REQUESTS = [

@@ -31,10 +31,11 @@ from patchedserve.training.cache.schedule import CacheSchedule, StepPlan, shares
 from ...support.edits import edit_request, image_of
 from ...support.engine_runs import serve
 from ...support.joining import run_joining
+from ...support.plain import plain_latents, short_texts
 from ...support.tape import Tape
 from ...support.template_records import TEMPLATE, with_records
 from ...support.tiny_families import tiny_flux, tiny_klein, tiny_pixart, tiny_z_image
-from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 STEPS = {20: (0, 1, 4, 9, 13), 6: (0, 2)}
 SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(32, 64))

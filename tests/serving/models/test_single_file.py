@@ -17,8 +17,9 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
 from ...support.original_checkpoint import save_original
+from ...support.plain import plain_latents
 from ...support.tiny_families import tiny_flux
-from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sdxl
 
 pytest.importorskip("accelerate", reason="the extra single-file is not installed")
 

@@ -41,10 +41,10 @@ from ...support.tiny_families import (
     tiny_klein,
     tiny_lumina2,
     tiny_pixart,
-    tiny_qwen,
     tiny_z_image,
 )
 from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_qwen import tiny_qwen
 from ...support.waits import is_alive, kill_parent
 
 BUILDS = (

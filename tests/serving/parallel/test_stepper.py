@@ -23,7 +23,8 @@ from patchedserve.serving.parallel.stepper import ParallelStepper
 
 from ...support.family_kit import BUILDS, STEPS, denoised, mixed, relative_error
 from ...support.joining import run_joining
-from ...support.tiny_models import largest_error, plain_latents, short_texts, tiny_sd3, tiny_sdxl
+from ...support.plain import plain_latents, short_texts
+from ...support.tiny_models import largest_error, tiny_sd3, tiny_sdxl
 
 LOW, HIGH = Resolution(32, 64), Resolution(64, 96)
 REQUESTS = [

@@ -20,8 +20,9 @@ from patchedserve.serving.parallel.stepper import ParallelStepper
 
 from ...support.family_kit import denoised
 from ...support.patched_models import relative_error
+from ...support.plain import plain_latents
 from ...support.tiny_families import tiny_aura
-from ...support.tiny_models import largest_error, plain_latents, save_tiny, tiny_sdxl
+from ...support.tiny_models import largest_error, save_tiny, tiny_sdxl
 
 pytestmark = pytest.mark.slow
 

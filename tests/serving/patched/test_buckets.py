@@ -23,8 +23,9 @@ from patchedserve.serving.options import EngineOptions
 
 from ...support.family_kit import BUILDS, denoised, served
 from ...support.patched_models import relative_error
+from ...support.plain import short_texts
 from ...support.tape import Tape
-from ...support.tiny_models import short_texts, tiny_sdxl
+from ...support.tiny_models import tiny_sdxl
 
 SMALL, LARGE, WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 from ...support.family_kit import denoised
 from ...support.patched_cases import IMAGE, PATCH_STITCH, THREE_SIZES, TOLERANCE, TWO_SIZES, model_of
 from ...support.patched_models import Way, draw_rows, relative_error, run_patched, run_plain
-from ...support.tiny_models import dequantise, plain_latents, save_tiny, tiny_sd3, tiny_sdxl
+from ...support.plain import plain_latents
+from ...support.tiny_models import dequantise, save_tiny, tiny_sd3, tiny_sdxl
 from ...support.tools import need_tools
 
 

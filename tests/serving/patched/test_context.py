@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from patchedserve.serving.layout.packing import pack_rows
-from patchedserve.serving.patched.context import PatchContext, to_patches
+from patchedserve.serving.patched.context import PatchContext
 from patchedserve.serving.patched.leaves import PatchedGroupNorm
+from patchedserve.serving.patched.tokens import to_patches
 
 from ...support.patched_models import Alternation
 

@@ -23,8 +23,9 @@ from patchedserve.serving.runs.summary import optional_figures
 from ...support.family_kit import denoised
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, TWO_SIZES, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
+from ...support.plain import plain_latents
 from ...support.tape import Tape
-from ...support.tiny_models import plain_latents, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import tiny_sd3, tiny_sdxl
 
 
 @pytest.mark.product(most=2)

@@ -23,7 +23,8 @@ from patchedserve.serving.plain.stepper import PlainStepper
 from patchedserve.serving.samplers.single import PerRequestSampler
 
 from ...support.joining import run_joining
-from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
+from ...support.plain import plain_latents
+from ...support.tiny_models import largest_error, tiny_sd3, tiny_sdxl
 
 SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
 REQUESTS = [

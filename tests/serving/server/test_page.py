@@ -23,8 +23,9 @@ from patchedserve.serving.families.references import CROPPED
 from ...support.browser import opened_browser
 from ...support.edits import image_of
 from ...support.http_server import HttpServer
+from ...support.plain import plain_image
 from ...support.tiny_families import tiny_klein
-from ...support.tiny_models import plain_image, save_tiny, tiny_sdxl
+from ...support.tiny_models import save_tiny, tiny_sdxl
 from ...support.waits import until
 
 pytestmark = pytest.mark.slow
