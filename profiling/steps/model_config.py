@@ -16,6 +16,7 @@ TEXT_LENGTH: Mapping[str, int] = {
     "ChromaTransformer2DModel": 512,
     "Flux2Transformer2DModel": 512,
     "FluxTransformer2DModel": 512,
+    "OvisImageTransformer2DModel": 256,
     "PixArtTransformer2DModel": 300,
     "QwenImageTransformer2DModel": 512,
 }

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ...data.requests import Request
 from . import Family
-from .geometry import Geometry
-from .pipelines import even_sigmas_unless_own, shift_by_size, text_length, transformer_family, with_references
+from .pipelines import even_sigmas_shifted_unless_own, text_length, transformer_family, with_references
 from .transformer import Blocks, Transformer
 
 
@@ -82,15 +81,11 @@ def family(pipe: FluxPipeline | FluxKontextPipeline, *, max_sequence_length: int
         pipe,
         latent_channels=pipe.transformer.config.in_channels // 4,  # type: ignore[union-attr]  it has a transformer
         is_distilled=True,
-        schedule_kwargs=partial(_schedule_kwargs, pipe),
+        schedule_kwargs=partial(even_sigmas_shifted_unless_own, pipe),
         condition=partial(_condition, pipe, length),
         conditions=_conditions,
         encodes_modes=isinstance(pipe, FluxKontextPipeline),
     )
-
-
-def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    return {**shift_by_size(pipe, 1.15, geometry, request), **even_sigmas_unless_own(pipe, request)}
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:

@@ -129,6 +129,11 @@ def even_sigmas_shifted(pipe: Any, geometry: Geometry, request: Request) -> dict
     return shift_by_size(pipe, 1.15, geometry, request) | even_sigmas(request)
 
 
+def even_sigmas_shifted_unless_own(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    """Return the same for pipelines as of `even_sigmas_unless_own`."""
+    return shift_by_size(pipe, 1.15, geometry, request) | even_sigmas_unless_own(pipe, request)
+
+
 def masked_text(text: Tensor, mask: Tensor, negative: Tensor | None, negative_mask: Tensor | None) -> dict[str, Tensor]:
     """Return the conditioning of one request: its text and mask, after the negative ones if it is guided."""
     if negative is None or negative_mask is None:

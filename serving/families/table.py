@@ -96,6 +96,13 @@ FAMILIES: Mapping[str, Entry] = {
         packs=2,
         settings=lambda _: {"num_inference_steps": 35, "guidance_scale": 5.0},
     ),
+    "OvisImagePipeline": Entry(
+        title="Ovis-Image",
+        module="ovis",
+        model="OvisImageTransformer2DModel",
+        packs=2,
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
+    ),
     "PixArtSigmaPipeline": Entry(
         title="PixArt-Sigma",
         module="pixart",

@@ -79,7 +79,7 @@ class Transformer:
             leaf "text"; None if text stays at zero.
         joint_angles: returns the rotary angles of an image and its references, given their (height, width) in tokens,
             [height * width, half a head's width] each, and of their text of `length` tokens, computed by the model's
-            `pos_embed`: complex numbers of length 1. None if text stays at zero.
+            `pos_embed`: complex numbers of length 1. For models that compute both at once. None if text stays at zero.
         positions: returns the positions that the patch embedding adds to the tokens of an image of (height, width)
             tokens, (height * width, width of a token); None to compute them as SD3 does.
         leaves: leaves outside the blocks, by the name of the module, in the layout "joint".

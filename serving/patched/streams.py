@@ -91,13 +91,21 @@ class JointRotary(BatchLeaf):
         super().__init__()
         self.embed, self.joint_angles, self.context = embed, joint_angles, context
 
-    def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> Rotary:
-        """Return cosines and sines [tokens, width], with the text tokens of all rows first; `sizes` is ignored."""
-        return self.context.turns(max_txt_seq_len, lambda: self._angles(max_txt_seq_len, device))
+    def forward(self, ids: Any, max_txt_seq_len: int | None = None, device: torch.device | None = None) -> Rotary:
+        """Return cosines and sines [tokens, width], with the text tokens of all rows first.
+
+        `ids` is ignored, unless the model gives it alone: the position ids of a text and of a patch.
+        """
+        if max_txt_seq_len is not None and device is not None:
+            return self._turns(max_txt_seq_len, device)
+        return self._turns(len(ids) - self.context.batch.levels[0].grain ** 2, ids.device)
 
     def fill(self, text: Tensor) -> None:
         """Compute the angles of all tokens; see `BatchLeaf`."""
-        self.forward(None, text.shape[1], text.device)
+        self._turns(text.shape[1], text.device)
+
+    def _turns(self, length: int, device: torch.device) -> Rotary:
+        return self.context.turns(length, lambda: self._angles(length, device))
 
     def _angles(self, length: int, device: torch.device) -> Rotary:
         """Return the angles of the text tokens of all rows, then of image tokens in packed order."""

@@ -14,12 +14,28 @@ from .random_models import MODELS
 TOLERANCE = 1e-5
 UNETS = ["sd15", "sd2", "sdxl", "scale-shift", "gelu"]
 TRANSFORMERS = [
-    *("sd3", "sd35", "flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image"),
+    *(
+        "sd3",
+        "sd35",
+        "flux",
+        "schnell",
+        "flux2",
+        "klein",
+        "aura",
+        "chroma",
+        "ovis",
+        "pixart",
+        "lumina2",
+        "qwen",
+        "z-image",
+    ),
 ]
 MASKED = ["chroma", "pixart", "lumina2", "qwen", "z-image"]
 """Models whose text has a mask: equal tokens do not identify what it leaves out."""
-WITH_POSITIONS = ["flux2", "klein"]
-"""Models whose text tokens have positions, so that equal tokens differ. Their images may have odd sides."""
+WITH_POSITIONS = ["ovis", "flux2", "klein"]
+"""Models whose text tokens have positions, so that equal tokens differ."""
+WITH_ODD_SIDES = ["flux2", "klein"]
+"""Transformers whose images may have odd sides."""
 SOME = ["sd15", "sdxl", "scale-shift", "sd3", "sd35", "flux"]
 FOUR_LEVELS = ["sd15", "sd2"]  # patches of 8 and more
 BUNDLED = ["emoji-xl", "emoji-3"]

@@ -14,6 +14,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
+    OvisImageTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     UNet2DConditionModel,
@@ -135,7 +136,7 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
             given["attention_mask"] = torch.cat([given["attention_mask"], ones.to(row.latents.dtype)], 1)
         if isinstance(model, QwenImageTransformer2DModel):
             results.append(_run_qwen(model, given, row.size))
-        elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
+        elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel | OvisImageTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
         elif isinstance(model, ZImageTransformer2DModel):
             text = row.conditions["encoder_hidden_states"][row.conditions["text_mask"] == 1]
@@ -154,12 +155,15 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
-    """Call the model as `FluxPipeline` does."""
+    """Call the model as `FluxPipeline` does, or `OvisImagePipeline`, whose text has places."""
     (height, width), latents, text = size, given["hidden_states"], given["encoder_hidden_states"]
     given["hidden_states"] = FluxPipeline._pack_latents(latents, 1, latents.shape[1], height, width)
     given["timestep"] = given["timestep"].to(latents.dtype) / 1000
     ids: Any = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latents.device, latents.dtype)
-    out = model(**given, img_ids=ids, txt_ids=torch.zeros(text.shape[1], 3), return_dict=False)[0]
+    text_ids = torch.zeros(text.shape[1], 3)
+    if isinstance(model, OvisImageTransformer2DModel):
+        text_ids[:, 1:] = torch.arange(text.shape[1])[:, None]
+    out = model(**given, img_ids=ids, txt_ids=text_ids, return_dict=False)[0]
     return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0]
 
 

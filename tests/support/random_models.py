@@ -14,6 +14,7 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
+    OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -245,6 +246,13 @@ def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DMode
     return _random(ChromaTransformer2DModel, config | approximator | heads | changes, seed)
 
 
+def ovis_transformer(seed: int = 0, **changes: Any) -> OvisImageTransformer2DModel:
+    """Ovis-Image: like FLUX, with text at positions of its own."""
+    config = {name: value for name, value in _FLUX.items() if name != "pooled_projection_dim"}
+    heads = {"attention_head_dim": 40, "axes_dims_rope": (8, 16, 16), "out_channels": None}
+    return _random(OvisImageTransformer2DModel, config | heads | changes, seed)
+
+
 def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DModel:
     """PixArt-Sigma: cross attention to masked text, one modulation for all blocks, a variance beside the prediction."""
     return _random(PixArtTransformer2DModel, _PIXART | changes, seed)
@@ -285,6 +293,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "klein": klein_transformer,
     "aura": aura_transformer,
     "chroma": chroma_transformer,
+    "ovis": ovis_transformer,
     "pixart": pixart_transformer,
     "lumina2": lumina2_transformer,
     "qwen": qwen_transformer,
@@ -295,7 +304,8 @@ TRANSFORMERS = ["sd35", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"]
 WITH_ALL_OPTIONS = [
     name
     for name in MODELS
-    if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
+    if name
+    not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "ovis", "pixart", "lumina2", "qwen", "z-image")
 ]
 """Models that also work with partial records, and whose costs on several ranks are counted from configurations."""
 

@@ -1,5 +1,6 @@
 """Tiny diffusers pipelines with random weights, of the families other than Stable Diffusion (`tiny_models`)."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from diffusers import (
     FluxKontextPipeline,
     FluxPipeline,
     Lumina2Pipeline,
+    OvisImagePipeline,
     PixArtSigmaPipeline,
     ZImagePipeline,
 )
@@ -43,6 +45,7 @@ from .random_models import (
     flux_transformer,
     klein_transformer,
     lumina2_transformer,
+    ovis_transformer,
     pixart_transformer,
     z_image_transformer,
 )
@@ -51,6 +54,11 @@ from .tiny_models import clip_config, tiny_autoencoder, tiny_tokenizer
 _LUMINA_SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
     "on textual prompts or user prompts."
+)
+
+_OVIS_SYSTEM_PROMPT = (
+    "Describe the image by detailing the color, quantity, text, shape, size, texture, spatial relationships of the "
+    "objects and background: "
 )
 
 
@@ -188,6 +196,23 @@ def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
         )
 
 
+def tiny_ovis(seed: int = 0) -> OvisImagePipeline:
+    """Return a small pipeline of Ovis-Image's architecture: Qwen 3, two joint and two single-stream blocks."""
+    layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    # The pipeline drops 28 tokens of its template.
+    tokenizer = tiny_chat_tokenizer(*in_parts(_OVIS_SYSTEM_PROMPT, 28))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return OvisImagePipeline(
+            transformer=ovis_transformer(seed, joint_attention_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, max_shift=1.15),
+            vae=tiny_autoencoder(scaling_factor=0.36, shift_factor=0.1),
+            text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(tokenizer), **layers, **heads)),
+            tokenizer=tokenizer,  # type: ignore[arg-type]  AutoTokenizer is no class of tokenizers
+        )
+
+
 def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
     """Return a small pipeline of PixArt-Sigma's architecture: T5, three blocks, and DPM-Solver++ as published."""
     scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
@@ -252,6 +277,12 @@ def tiny_chat_tokenizer(*system_prompts: str) -> Qwen2Tokenizer:
         "{% if add_generation_prompt %}:{% endif %}"
     )
     return tokenizer
+
+
+def in_parts(text: str, count: int) -> list[str]:
+    """Cut a text into parts of about as many letters."""
+    cuts = [round(len(text) * part / count) for part in range(count + 1)]
+    return [text[start:end] for start, end in pairwise(cuts)]
 
 
 def tiny_z_image(seed: int = 0) -> ZImagePipeline:

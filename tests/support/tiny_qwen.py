@@ -1,6 +1,5 @@
 """Tiny pipelines of Qwen-Image and Qwen-Image-Edit."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from diffusers import (
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from .random_models import qwen_transformer
-from .tiny_families import tiny_chat_tokenizer
+from .tiny_families import in_parts, tiny_chat_tokenizer
 
 _QWEN_SYSTEM_PROMPT = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
@@ -51,7 +50,7 @@ def tiny_qwen_edit(
 
     signs = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
     # The pipeline drops 64 tokens of its template, of which 47 are single letters here.
-    tokenizer = tiny_chat_tokenizer(*_in_parts(_QWEN_EDIT_SYSTEM_PROMPT, 17), *signs)
+    tokenizer = tiny_chat_tokenizer(*in_parts(_QWEN_EDIT_SYSTEM_PROMPT, 17), *signs)
     start, image, end, video = map(tokenizer.convert_tokens_to_ids, signs)
     ids = {"vision_start_token_id": start, "image_token_id": image, "vision_end_token_id": end, "video_token_id": video}
     images = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=4 * 56 * 56)  # type: ignore[call-arg]
@@ -68,13 +67,6 @@ def tiny_qwen_edit(
     }
     parts["transformer"] = qwen_transformer(seed, joint_attention_dim=24, zero_cond_t=is_at_zero)
     return pipeline(**parts)
-
-
-def _in_parts(text: str, count: int) -> list[str]:
-    """Cut a text before spaces into parts of about as many words."""
-    words = text.split(" ")
-    cuts = [round(len(words) * part / count) for part in range(count + 1)]
-    return [(" " if start else "") + " ".join(words[start:end]) for start, end in pairwise(cuts)]
 
 
 def _qwen_config(tokenizer: Qwen2Tokenizer, **ids: Any) -> Qwen2_5_VLConfig:

@@ -36,7 +36,7 @@ from ...support.adapters import EACH, adapted, saved, serving
 from ...support.loras import alone, save_lora
 
 _FAST = ("sd", "sd3", "flux")
-_NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
+_NAMES = [name for name in BUILDS if name not in ("ovis", "pixart", "z-image")]
 """Families with `--adapter`; `check_family` tests that the others refuse it."""
 
 

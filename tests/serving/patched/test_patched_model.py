@@ -27,7 +27,7 @@ from ...support.patched_cases import (
     TRANSFORMERS,
     UNETS,
     WAYS,
-    WITH_POSITIONS,
+    WITH_ODD_SIDES,
     model_of,
     ways_for,
 )
@@ -72,7 +72,7 @@ def exact_in_bfloat16(rows: Sequence[Row]) -> list[Row]:
 def test_mixed_batch_equals_plain(name: str, batch: str) -> None:
     sizes, num_each = BATCHES[batch]
     ways = ways_for(name, sizes)
-    if name in TRANSFORMERS and batch == "odd sides" and name not in WITH_POSITIONS:
+    if name in TRANSFORMERS and batch == "odd sides" and name not in WITH_ODD_SIDES:
         assert ways == []
         return
     model = model_of(name)
