@@ -1,7 +1,7 @@
 """Sizes of latents and tokens of a model, and the resolutions and edits that they allow. No torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,11 +64,13 @@ class Geometry:
         found = cls.of_transformer(latent_factor * entry.folds, side, entry.references)
         return replace(found, has_soft_masks=entry.has_soft_masks)
 
-    def with_references(self, size: Literal["own", "trained"]) -> "Geometry":
-        """Return this geometry for a model that sees references at this size (`ModelDefaults.reference_size`)."""
+    def with_references(self, size: Literal["own", "trained"], usual: Sequence[Resolution]) -> "Geometry":
+        """Return this geometry for a model with these usual resolutions that sees references at this size
+        (`ModelDefaults.reference_size`).
+        """
         if self.references is None or size == "trained":
             return self
-        return replace(self, references=self.references.at_own_size())
+        return replace(self, references=self.references.at_own_size(max(each.pixels for each in usual)))
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Return height and width of the latents of an image."""

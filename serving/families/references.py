@@ -6,7 +6,7 @@ No torch, and nothing heavy at import.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
@@ -54,9 +54,9 @@ class ReferenceRule:
     in_place_of_own: bool = False
     takes_edits: bool = True
 
-    def at_own_size(self) -> "ReferenceRule":
-        """Return the rule of a model that sees images at their own size, at most MOST_PIXELS."""
-        return replace(self, fit=_cropped)
+    def at_own_size(self, most_pixels: int) -> "ReferenceRule":
+        """Return the rule of a model that sees images at their own size, or scaled down to so many pixels."""
+        return replace(self, fit=_cropped_to(most_pixels))
 
     def fitted(self, image: "NDArray[np.uint8]", multiple: int, *, is_low: bool = False) -> "Reference":
         """Return an image (height, width, 3) as a reference, whose sides are multiples of `multiple` pixels; of low
@@ -131,6 +131,12 @@ def _cropped(image: "Image", multiple: int, most: int = MOST_PIXELS) -> "Image":
     width, height = (side // multiple * multiple for side in image.size)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
+
+
+@cache
+def _cropped_to(most: int) -> "Callable[[Image, int], Image]":
+    """Return `_cropped` with its last argument; the same function each time, so that equal rules are equal."""
+    return partial(_cropped, most=most)
 
 
 def of_area(image: "Image", multiple: int, pixels: int = MOST_PIXELS) -> "Image":

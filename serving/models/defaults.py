@@ -52,8 +52,9 @@ class ModelDefaults:
         decoder_dtype: number format in which images are decoded instead of float32, where the pipeline keeps the
             autoencoder in float32 beside a model of 16 bits: a statement that its images are within one grey level
             (1 of 255) of those in float32. None for no such statement.
-        reference_size: "own" for a model of FLUX.1 Kontext's classes that sees references at their own size; "trained"
-            for one that sees them at the nearest of the sizes that FLUX.1 Kontext was trained on, as its pipeline does.
+        reference_size: "own" for a model of FLUX.1 Kontext's classes that sees references at their own size, or scaled
+            down to the pixels of the largest of `resolutions`; "trained" for one that sees them at the nearest of the
+            sizes that FLUX.1 Kontext was trained on, as its pipeline does.
     """
 
     num_inference_steps: int = 30
@@ -116,7 +117,8 @@ def read_geometry(model_dir: Path) -> "Geometry":
     _, config, entry = _entry_of(model_dir)
     if "patch_size" in config or "all_patch_size" in config:
         geometry = Geometry.of_entry(entry, latent_factor, config)
-        return geometry.with_references(read_defaults(model_dir).reference_size)
+        defaults = read_defaults(model_dir)
+        return geometry.with_references(defaults.reference_size, defaults.resolutions)
     return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
 
 

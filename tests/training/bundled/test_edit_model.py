@@ -160,6 +160,8 @@ def test_export_is_a_plain_diffusers_directory_that_sees_references_at_their_own
     assert rule is not None
     photo = np.zeros((150, 200, 3), np.uint8)
     assert rule.fitted(photo, 16).resolution == Resolution(192, 144)
+    large = np.zeros((3000, 4000, 3), np.uint8)
+    assert rule.fitted(large, 16).resolution == Resolution(288, 208), "at most 256 x 256 pixels"
     assert load_model(str(folder), "cpu").family.geometry.references == rule
     pipe: Any = FluxKontextPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
