@@ -25,10 +25,10 @@ def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
         raise UsageError(f"adapter {twice} is named twice: name it once, with the sum of its scales")
 
 
-def check_adapter_name(name: object) -> None:
-    """Raise UsageError if this is not a valid name of an adapter."""
+def check_adapter_name(name: object, what: str = "adapter") -> None:
+    """Raise UsageError if this is not a valid name of an adapter, or of something else that is named alike."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UsageError(f"adapter name {_short(name)} is not allowed: up to 64 letters, digits, '.', '_' and '-'")
+        raise UsageError(f"{what} name {_short(name)} is not allowed: up to 64 letters, digits, '.', '_' and '-'")
 
 
 def require_adapters(adapters: Adapters, known: Sequence[str]) -> None:

@@ -45,9 +45,9 @@ class Reference:
     view: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
-        _require_rgb("a reference", self.image)
+        require_rgb("a reference", self.image)
         if self.view is not None:
-            _require_rgb("a reference", self.view)
+            require_rgb("a reference", self.view)
 
     @property
     def resolution(self) -> Resolution:
@@ -57,9 +57,14 @@ class Reference:
     @property
     def digest(self) -> str:
         """Digest of its pixels and its size."""
-        found = hashlib.sha256(str(self.resolution).encode())
-        found.update(self.image.tobytes())
-        return found.hexdigest()
+        return digest_of(self.image)
+
+
+def digest_of(image: NDArray[np.uint8]) -> str:
+    """Return the digest of an image (height, width, 3): of its pixels and its size."""
+    found = hashlib.sha256(f"{image.shape[1]}x{image.shape[0]}".encode())
+    found.update(image.tobytes())
+    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ class EditSpec:
     is_whole: bool = False
 
     def __post_init__(self) -> None:
-        _require_rgb("the image to edit", self.image)
+        require_rgb("the image to edit", self.image)
         if self.mask.ndim != 2 or self.mask.dtype != np.bool_:
             raise UsageError(f"the mask is {_described(self.mask)}, but must be (height, width) of bool")
         if self.mask.shape != self.image.shape[:2]:
@@ -261,7 +266,8 @@ def active_cells(mask: NDArray[Any], cell: int, dilate: int = 0) -> NDArray[np.b
     return np.asarray(windows.any(axis=(2, 3)))
 
 
-def _require_rgb(name: str, image: NDArray[Any]) -> None:
+def require_rgb(name: str, image: NDArray[Any]) -> None:
+    """Raise UsageError unless these are the pixels of an image; the message calls them `name`."""
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or not image.size:
         raise UsageError(f"{name} is {_described(image)}, but it must be (height, width, 3) of uint8")
 

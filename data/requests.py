@@ -11,6 +11,7 @@ from .errors import UsageError
 from .resolution import Resolution
 
 if TYPE_CHECKING:
+    from .controls import Control
     from .edits import EditSpec, Reference
 
 Fallback = Literal["light", "never"]
@@ -32,9 +33,12 @@ def steps_taken(num_inference_steps: int, strength: float) -> int:
     return max(1, int(num_inference_steps * strength))
 
 
-def pixels_seen(resolution: Resolution, references: "Sequence[Reference]") -> int:
-    """Return the number of pixels that a step computes: those of the image and of its references."""
-    return resolution.pixels + sum(reference.resolution.pixels for reference in references)
+def pixels_seen(resolution: Resolution, references: "Sequence[Reference]", num_controls: int = 0) -> int:
+    """Return the number of pixels that a step computes: those of the image and of its references, and for each control
+    half of the image's, as a ControlNet is the first half of a model.
+    """
+    own = resolution.pixels + resolution.pixels * num_controls // 2
+    return own + sum(reference.resolution.pixels for reference in references)
 
 
 def sizes_in_words(sizes: Iterable[Resolution]) -> str:
@@ -90,6 +94,7 @@ class Request:
         edit: the image to start from, and the mask of what may change; None for a new image.
         references: images that the model sees beside the prompt, in their order; of a new image, or of an edit by a
             mask, which may have its own image among them.
+        controls: images that guide where things are drawn, each for another ControlNet.
         fallback: whether a cascade may answer with its light model's image, or never.
         traced: the edit as a trace names it; `edit` and `references` hold its pixels once they are read.
         adapters: adapters that change the model for this image (`data.adapters`); empty for the unchanged model.
@@ -125,6 +130,7 @@ class Request:
     priority: int = 0
     weight: float = 1.0
     references: "tuple[Reference, ...]" = ()
+    controls: "tuple[Control, ...]" = ()
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -162,6 +168,10 @@ class Request:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"
             )
+        if self.controls:
+            from .controls import check_controls
+
+            check_controls(self.controls, self.resolution)
 
     @property
     def num_steps(self) -> int:
@@ -180,7 +190,7 @@ class Request:
     @property
     def pixels_seen(self) -> int:
         """Number of pixels that a step computes (`pixels_seen`)."""
-        return pixels_seen(self.resolution, self.references)
+        return pixels_seen(self.resolution, self.references, len(self.controls))
 
     @property
     def sizes_in_words(self) -> str:

@@ -21,6 +21,7 @@ class Conflict(NamedTuple):
 _WITH_OUTPUTS = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline")
 """Pipelines whose edits need only the outputs of transformer blocks."""
 _OTHERS = [name for name in FAMILIES if name not in _WITH_OUTPUTS]
+_TRANSFORMERS = [name for name, entry in FAMILIES.items() if entry.model != "UNet2DConditionModel"]
 _STAGES_LOAD = "its processes load the model's own files"
 _ENCODERS_LOAD = "text encoders are read again from the model's own files"
 _OTHER_PATCHES = "but each step computes other patches; --cache schedule and accumulated work"
@@ -55,10 +56,15 @@ CONFLICTS = (
     Conflict("--reference", "--parallel", "ranks divide the tokens of drawn images only"),
     Conflict("--reference", "--cache", "it keeps results of drawn images only; --cache schedule works"),
     Conflict("--reference", "--reuse", "records are of passes that see no references"),
+    Conflict("--controlnet", "--parallel", "ranks divide the model itself only"),
+    Conflict("--controlnet", "--cache", "it keeps results of the model itself only; --cache schedule works"),
+    Conflict("--control", "--reuse", "records are of passes without ControlNets"),
+    *(Conflict("--controlnet", name, "only ControlNets of U-Nets are served") for name in _TRANSFORMERS),
     Conflict("--edit-link-mbps", "--cuda-graphs", "it plans by the times of parts of passes, which are one recording"),
     Conflict("--breakdown", "--cuda-graphs", "it times single modules, which are one recording"),
     Conflict("--breakdown", "--compile", "it times single modules, which are one graph"),
     *(Conflict("--keep outputs", name, "its blocks need more; give --keep kv or all") for name in _OTHERS),
+    Conflict("--adapter", "OvisImagePipeline", "diffusers loads none into this pipeline"),
     Conflict("--adapter", "PixArtSigmaPipeline", "diffusers loads none into this pipeline"),
     Conflict("--adapter", "ZImagePipeline", "adapters are not applied to the padding of its images"),
 )

@@ -122,24 +122,24 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedAdapter:
-    """An adapter that requests may name.
+class NamedFile:
+    """An adapter or a ControlNet that requests may name.
 
     Attributes:
         name: its name in requests.
-        path: path of its file.
+        path: path of its file, or of its folder.
     """
 
     name: str
     path: Path
 
     @classmethod
-    def parse(cls, text: str) -> "NamedAdapter":
+    def parse(cls, text: str, what: str = "adapter") -> "NamedFile":
         """Read NAME=PATH. Raises UsageError: the form or the name is not valid."""
         name, equals, path = text.partition("=")
         if not equals or not path:
-            raise UsageError(f"--adapter {text}: give NAME=PATH")
-        check_adapter_name(name)
+            raise UsageError(f"--{what.lower()} {text}: give NAME=PATH")
+        check_adapter_name(name, what)
         return cls(name, Path(path).expanduser())
 
 
@@ -151,6 +151,7 @@ class ModelOptions:
         sampler: sampler in place of the model's own; None keeps it.
         lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
         adapter: adapters that requests may name, each as NAME=PATH; they leave the weights unchanged.
+        controlnet: ControlNets that requests may name, each as NAME=PATH of a folder of diffusers.
         quantize: `int8`: the weights of the denoising model's linear layers are in 8 bits, and multiply in the model's
             dtype. `fp8`: projections and feed-forward layers multiply in 8-bit floating point (`core.float8`). None:
             neither.
@@ -162,6 +163,7 @@ class ModelOptions:
     sampler: SamplerName | None = None
     lora: list[str] | None = field(default=None, hash=False)
     adapter: list[str] | None = field(default=None, hash=False)
+    controlnet: list[str] | None = field(default=None, hash=False)
     quantize: QuantizeName | None = None
 
     def __post_init__(self) -> None:
@@ -173,9 +175,10 @@ class ModelOptions:
             )
         # Parsed now, before anything is loaded.
         _ = self.loras
-        names = [each.name for each in self.adapters]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UsageError(f"--adapter {twice} is given twice: adapters need names of their own")
+        for option, files in (("adapter", self.adapters), ("controlnet", self.controlnets)):
+            names = [each.name for each in files]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise UsageError(f"--{option} {twice} is given twice: each needs a name of its own")
 
     @property
     def is_any(self) -> bool:
@@ -188,15 +191,23 @@ class ModelOptions:
         return tuple(Lora.parse(each) for each in self.lora or ())
 
     @property
-    def adapters(self) -> tuple[NamedAdapter, ...]:
+    def adapters(self) -> tuple[NamedFile, ...]:
         """The adapters that requests may name."""
-        return tuple(NamedAdapter.parse(each) for each in self.adapter or ())
+        return tuple(NamedFile.parse(each) for each in self.adapter or ())
+
+    @property
+    def controlnets(self) -> tuple[NamedFile, ...]:
+        """The ControlNets that requests may name."""
+        return tuple(NamedFile.parse(each, "ControlNet") for each in self.controlnet or ())
 
     def from_anywhere(self) -> "ModelOptions":
         """Return the same options with absolute paths, for a process with another working folder."""
         loras = [f"{each.path.absolute()}:{each.scale}" for each in self.loras]
-        adapters = [f"{each.name}={each.path.absolute()}" for each in self.adapters]
-        return replace(self, lora=loras or None, adapter=adapters or None)
+        adapters, nets = (
+            [f"{each.name}={each.path.absolute()}" for each in files] or None
+            for files in (self.adapters, self.controlnets)
+        )
+        return replace(self, lora=loras or None, adapter=adapters, controlnet=nets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +297,7 @@ class EngineOptions:
             "--sampler": self.model.sampler is not None,
             "--lora": bool(self.model.lora),
             "--adapter": bool(self.model.adapter),
+            "--controlnet": bool(self.model.controlnet),
             "--quantize": self.model.quantize is not None,
             f"--offload {self.offload}": True,
             f"--stages {self.stages}": True,

@@ -15,6 +15,7 @@ from ...serving.conflicts import conflict_in, refuse_conflicts
 from ...serving.options import TemplateOptions, TemplateTiers
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
+from ..options.controls import ControlNets, Controls, read_controls
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..options.templates import (
@@ -104,6 +105,8 @@ def edit(
     use_adapter: Annotated[
         str, flag("--use-adapter", "Adapters that the images use.", metavar="NAME[:SCALE][+NAME...]")
     ] = "",
+    controlnet: ControlNets = None,
+    control: Controls = None,
     seed: Seed = 0,
     output: Annotated[
         Path,
@@ -163,6 +166,9 @@ def edit(
     others, features = reference or [], engine.features | ({"--reuse": "--reuse"} if reuse else {})
     if others:
         refuse_conflicts(features | {"--reference": "--reference"})
+    engine, controls = read_controls(engine, controlnet, control)
+    if controls and reuse:
+        refuse_conflicts({"--control": "--control", "--reuse": "--reuse"})
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
@@ -218,6 +224,7 @@ def edit(
         edit=spec,
         adapters=adapters,
         references=references,
+        controls=tuple(each.fitted(size) for each in controls),
     )
     geometry.check_size(size, target.model)
     geometry.check_edit(first)

@@ -12,9 +12,11 @@ from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
 from ...data.requests import Request
 from ...data.resolution import parse
+from ...serving.conflicts import refuse_conflicts
 from ...serving.options import TemplateOptions
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
+from ..options.controls import ControlNets, Controls, read_controls
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..options.templates import KeepFlag, require_cells, require_keep, require_masked
@@ -57,6 +59,8 @@ def generate(
             metavar="NAME[:SCALE][+NAME...]",
         ),
     ] = None,
+    controlnet: ControlNets = None,
+    control: Controls = None,
     seed: Seed = 0,
     output: Annotated[
         Path,
@@ -87,12 +91,16 @@ def generate(
         psctl generate "a taco" "a hat" -r 128x192 -r 256 --seed 7
         psctl generate --prompts prompts.txt -r 192 -o images --json
         psctl generate "a cat" "a dog" --adapter ink=ink.safetensors --use-adapter ink --use-adapter ink:0.5
+        psctl generate "a red car" --controlnet canny=controlnet-canny --control canny:0.7=edges.png
         psctl generate "a living room" --save-template -o room.png
     """
     texts = _read_prompts(prompt, prompts)
     sizes = _each("--resolution", [parse(text) for text in resolution or ()], len(texts))
     adapters = _each("--use-adapter", [read_adapters(text) for text in use_adapter or ()], len(texts))
     check_adapters_used(engine, adapters)
+    engine, controls = read_controls(engine, controlnet, control)
+    if controls and save_template:
+        refuse_conflicts({"--control": "--control", "--reuse": "--save-template"})
     require_seeds(seed, len(texts), "prompts")
     defaults = target.defaults()
     requests = [
@@ -105,6 +113,7 @@ def generate(
             seed=seed + index,
             negative_prompt=negative_prompt,
             adapters=own,
+            controls=tuple(each.fitted(size) for each in controls),
         )
         for index, (text, size, own) in enumerate(
             zip(

@@ -1,7 +1,7 @@
 """A request between its prepare and postprocess stages, as all steppers hold it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import numpy as np
@@ -39,6 +39,22 @@ class KnownArea:
         """Return the known area of a new image, of which all may change."""
         zeros, everywhere = torch.zeros_like(latents), np.ones(latents.shape[2:], dtype=bool)
         return cls(torch.ones_like(latents[:, :1]), everywhere, zeros, zeros, torch.zeros(num_steps + 1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedControl:
+    """What one ControlNet sees for a request.
+
+    Attributes:
+        embedding: (1, channels, height / 8, width / 8), what the net makes of the image before its first block.
+        scale: factor of what the net adds.
+        first, last: timesteps of the first and last step in which it adds anything; without such a step, first < last.
+    """
+
+    embedding: torch.Tensor
+    scale: float
+    first: float
+    last: float
 
 
 RecordedRow = Mapping[str, torch.Tensor]
@@ -86,6 +102,7 @@ class PreparedRequest:
         text_tokens: number of text tokens that count, see `patched.text.count_tokens`; None until it is known.
         steps_reused: number of its steps that have reused anything, from the cache or from the record of a template.
         references: latents (1, channels, height, width) of each reference.
+        controls: its controls by the names of their nets.
     """
 
     request: Request
@@ -103,6 +120,7 @@ class PreparedRequest:
     text_tokens: int | None = None
     steps_reused: int = 0
     references: tuple[torch.Tensor, ...] = ()
+    controls: Mapping[str, PreparedControl] = field(default_factory=dict)
 
     @property
     def size(self) -> tuple[int, int]:

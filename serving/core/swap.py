@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusers import UNet2DConditionModel
+from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import nn
 
 from ...data.errors import UsageError
@@ -33,7 +33,9 @@ _POINTWISE = {
     *("FeedForward", "BasicTransformerBlock", "Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Attention"),
     *("UNet2DConditionModel", "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
     *("UNetMidBlock2DCrossAttn", "CombinedTimestepTextProjEmbeddings", "AdaLayerNormZero", "AdaLayerNormContinuous"),
+    "ControlNetModel",
 }
+UNetLike = UNet2DConditionModel | ControlNetModel
 _SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "Timesteps"}
 
 
@@ -51,7 +53,7 @@ class Swap(ABC):
     def __init__(self, model: nn.Module, what: str, instead: str, models: Sequence[str]) -> None:
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         check_model(model, what, instead, models)
-        if isinstance(model, UNet2DConditionModel):
+        if isinstance(model, UNetLike):
             self.swap_unet(model)
         else:
             transformer = transformer_of(model)
@@ -59,8 +61,8 @@ class Swap(ABC):
             self.swap_transformer(model, transformer)
 
     @abstractmethod
-    def swap_unet(self, model: UNet2DConditionModel) -> None:
-        """Put the leaves into a U-Net."""
+    def swap_unet(self, model: UNetLike) -> None:
+        """Put the leaves into a U-Net, or into a ControlNet."""
 
     @abstractmethod
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
@@ -142,7 +144,7 @@ def _problems(model: Any) -> Iterator[tuple[str, str]]:
             module.flatten and not module.layer_norm and (positions or module.pos_embed_max_size)
         ):
             yield name, "embeds positions in another way than SD3"
-    if isinstance(model, UNet2DConditionModel):
+    if isinstance(model, UNetLike):
         if model.config["encoder_hid_dim_type"] is not None:
             yield "", f"has encoder_hid_dim_type {model.config['encoder_hid_dim_type']}"
         if model.config["class_embed_type"] is not None or model.config["addition_embed_type"] not in (

@@ -12,7 +12,7 @@ from ...data.adapters import Adapters
 from ...data.errors import UsageError
 from ..core.adapters import AdaptedLayers, Entries, LowRank, RowAdapters
 from ..core.denoiser import denoiser_of
-from ..options import NamedAdapter
+from ..options import NamedFile
 from .changes import load_layers
 
 _TEXT_ENCODER = "text_encoder"
@@ -35,7 +35,7 @@ class ModelAdapters:
         RunError: an adapter does not fit the model.
     """
 
-    def __init__(self, pipe: Any, given: Sequence[NamedAdapter]) -> None:
+    def __init__(self, pipe: Any, given: Sequence[NamedFile]) -> None:
         self.names = tuple(each.name for each in given)
         layers, self._texts = AdaptedLayers(), AdaptedLayers()
         denoiser = denoiser_of(pipe)
@@ -73,7 +73,7 @@ def _of_one_row(x: torch.Tensor) -> Entries:
 
 
 def _pairs_of(
-    model: nn.Module, names: Mapping[str, NamedAdapter], device: torch.device
+    model: nn.Module, names: Mapping[str, NamedFile], device: torch.device
 ) -> Iterator[tuple[nn.Module, dict[str, LowRank]]]:
     """Yield the layers of a model that peft has wrapped, each with the low-rank updates of its adapters.
 
@@ -110,5 +110,5 @@ def _pairs_of(
             yield layer, pairs
 
 
-def _refusal(given: NamedAdapter, problem: str) -> UsageError:
+def _refusal(given: NamedFile, problem: str) -> UsageError:
     return UsageError(f"--adapter {given.name}={given.path} {problem}, which is not applied by request; use --lora")

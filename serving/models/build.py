@@ -17,6 +17,7 @@ from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
 from ..conflicts import refuse_conflicts
 from ..core.captured import CapturedPasses, Recorder
+from ..core.controls import NO_NETS, Nets
 from ..core.cuda_graphs import CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
@@ -36,6 +37,7 @@ from ..samplers.choice import choose_sampler
 from ..samplers.single import PerRequestSampler
 from .adapters import ModelAdapters
 from .changes import adapted_fingerprint
+from .controls import ModelControls
 from .decoder import ImageDecoder
 from .defaults import ModelDefaults
 from .placement import name_of
@@ -51,17 +53,18 @@ def build_model(
     defaults: ModelDefaults | None = None,
     options: EngineOptions | None = None,
     adapters: ModelAdapters | None = None,
+    controls: ModelControls | None = None,
     stages: StageProcesses | None = None,
 ) -> ServedModel:
     """Build a `ServedModel` from a pipeline of a supported class, which several models may share.
 
-    `adapters` are those loaded into the pipeline, and `stages` the processes that encode and decode for it. Raises
-    UsageError if an option does not work with the pipeline, and what `build_stepper` raises.
+    `adapters` are those loaded into the pipeline, `controls` its ControlNets, and `stages` the processes that encode
+    and decode for it. Raises UsageError if an option does not work with the pipeline, and what `build_stepper` raises.
     """
     given = options or EngineOptions()
     defaults, options = defaults or ModelDefaults(), given
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
-    family = replace(family, geometry=family.geometry.with_references(defaults.reference_size))
+    family = replace(family, geometry=family.geometry.with_references(defaults.reference_size, defaults.resolutions))
     features = options.features | {type(pipe).__name__: f"a {type(pipe).__name__}"}
     refuse_conflicts(features)
     if options.cuda_graphs is None:
@@ -74,7 +77,8 @@ def build_model(
     if options.cache.is_of_patches:
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
-    stepper = build_stepper(pipe, family, options, facts, fingerprint)
+    nets = {} if controls is None else controls.nets
+    stepper = build_stepper(pipe, family, options, facts, fingerprint, nets)
     shared = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
     decoder = build_decoder(pipe, given, defaults, shared)
     if stages is not None:
@@ -89,6 +93,7 @@ def build_model(
         options=options,
         decoder=decoder,
         adapters=adapters,
+        controls=controls,
         stages=stages,
         schedule=schedule,
     )
@@ -141,6 +146,7 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
         defaults=model.defaults,
         options=options,
         adapters=model.adapters,
+        controls=model.controls,
         stages=model.stages if options.stages == "processes" else None,
     )
 
@@ -176,6 +182,7 @@ def build_stepper(
     options: EngineOptions,
     facts: Callable[[int | None], BlockFacts],
     fingerprint: str = "",
+    nets: Nets = NO_NETS,
 ) -> Stepper:
     """Build the denoise stage of a pipeline.
 
@@ -185,6 +192,7 @@ def build_stepper(
         options: options of the engine.
         facts: returns the conditions that a cache predictor must match, for a patch size.
         fingerprint: fingerprint that ranks must find in the model's folder.
+        nets: ControlNets beside it, which ranks do not have.
 
     Raises:
         UsageError: if the patch engine cannot run the model; the message names the cause and points to
@@ -198,7 +206,7 @@ def build_stepper(
     recorder = CudaRecorder(device) if options.cuda_graphs else None
     if options.engine == "plain":
         captured = None if recorder is None else CapturedPasses(recorder)
-        plain = PlainModels(denoiser, is_compiled=options.compile, captured=captured)
+        plain = PlainModels(denoiser, is_compiled=options.compile, captured=captured, nets=nets)
         return build_plain(pipe, family, plain, skips=skips)
     if options.engine == "parallel":
         captured = None if recorder is None else CapturedPasses(recorder)
@@ -212,6 +220,7 @@ def build_stepper(
         patch_size=options.patch_size,
         kernels=options.kernels,
         strategy=options.strategy,
+        nets=nets,
     )
     if cache := options.cache if options.cache.is_of_patches else None:
         served = facts(cache.patch_size)
@@ -222,7 +231,7 @@ def build_stepper(
     if recorder is not None:
         patched.use_graphs(recorder)
     sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs, skips=skips)[0]
-    plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
+    plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile, nets=nets)
     return PatchedStepper(patched, plain, family.conditions, sampler)
 
 

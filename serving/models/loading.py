@@ -79,6 +79,7 @@ def load_model(
         from ..core.float8 import check_float8, convert_to_float8
         from .adapters import ModelAdapters
         from .build import build_model
+        from .controls import ModelControls
         from .offload import TextOffload
         from .stage_process import StageProcesses, StageSettings
 
@@ -116,10 +117,18 @@ def load_model(
         raise RunError(f"model {spec} does not fit on {torch_device}: {first_line(error)}") from error
     mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
     adapters = ModelAdapters(pipe, changes.adapters) if changes.adapters else None
+    controls = ModelControls(pipe, changes.controlnets) if changes.controlnets else None
     if changes.quantize == "fp8":
         convert_to_float8(denoiser_of(pipe))  # after adapters, which diffusers puts around the layers that it knows
     model = build_model(
-        pipe, name=spec, fingerprint=mark, defaults=defaults, options=options, adapters=adapters, stages=stages
+        pipe,
+        name=spec,
+        fingerprint=mark,
+        defaults=defaults,
+        options=options,
+        adapters=adapters,
+        controls=controls,
+        stages=stages,
     )
     model.offload = offload
     if stages is not None:

@@ -16,6 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from ...data.adapters import require_adapters
+from ...data.controls import require_controls
 from ...data.edits import Reference
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
@@ -41,6 +42,7 @@ from ..patched.stepper import PatchedStepper
 from ..samplers.choice import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .adapters import ModelAdapters
+from .controls import ModelControls, window_of
 from .decoder import ImageDecoder
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
@@ -77,6 +79,7 @@ class ServedModel:
         options: options of the engine.
         decoder: the postprocess stage's decoder; None for the pipeline's autoencoder as it is.
         adapters: adapters that requests may name; None for none.
+        controls: ControlNets that requests may name; None for none.
         stages: processes that compute the functions of the family; None if this process computes them.
         schedule: which steps are computed, for requests that allow the cache; None for all.
 
@@ -84,7 +87,7 @@ class ServedModel:
         unbatched: reason why each request calls its own scheduler; None if one update serves all requests.
         reuse: records of templates for edits.
         prompts: cache of encoded texts; None if every text is encoded, or another process encodes them.
-        references: cache of encoded references, by their digests.
+        references: cache of encoded references and of the images of controls, by their digests.
         offload: keeps the text encoders off the device; None if they stay there.
     """
 
@@ -100,6 +103,7 @@ class ServedModel:
         options: EngineOptions,
         decoder: ImageDecoder | None = None,
         adapters: ModelAdapters | None = None,
+        controls: ModelControls | None = None,
         stages: StageProcesses | None = None,
         schedule: CacheSchedule | None = None,
     ) -> None:
@@ -119,7 +123,7 @@ class ServedModel:
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare
         )
-        self.adapters, self.stages = adapters, stages
+        self.adapters, self.controls, self.stages = adapters, controls, stages
         self.offload: TextOffload | None = None
         self._known_schedules: set[tuple[int, int, tuple[Resolution, ...]]] = set()
         self._preparing = threading.Lock()
@@ -197,9 +201,15 @@ class ServedModel:
         if request.references:
             refuse_conflicts(self.options.features | {"--reference": "a request with references"})
         require_adapters(request.adapters, () if self.adapters is None else self.adapters.names)
+        names = [control.name for control in request.controls]
+        require_controls(names, () if self.controls is None else self.controls.names)
+        if names and request.edit is not None and request.edit.template is not None:
+            refuse_conflicts({"--control": "a request with controls", "--reuse": "--reuse"})
         self.family.geometry.check_edit(request)
         if request.edit is not None and not any(hasattr(self.pipe.scheduler, name) for name in NOISING):
             raise UsageError(f"scheduler {type(self.pipe.scheduler).__name__} cannot noise images, as edits need it")
+        for control in request.controls:
+            window_of(control, self._start_schedule(request, generator=None))
         sizes = request.resolution, *(reference.resolution for reference in request.references)
         schedule = request.num_inference_steps, self.family.geometry.first_step(request), sizes
         if schedule in self._known_schedules:
@@ -375,6 +385,8 @@ class ServedModel:
             steps_reused=state.num_requested - state.num_steps,
             references=tuple(map(self._encode_reference, request.references)),
         )
+        if self.controls is not None:
+            prepared.controls = self.controls.prepare(request.controls, state, self.references)
         if (trajectory := self.reuse.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note
         self.stepper.prepare(prepared)

@@ -222,7 +222,8 @@ class StageProcesses:
 
         def condition(request: Request, is_guided: bool) -> dict[str, torch.Tensor]:
             # The text depends on no image.
-            found = prepare.call("condition", replace(request, edit=None, traced=None, references=()), is_guided)
+            own = replace(request, edit=None, traced=None, references=(), controls=())
+            found = prepare.call("condition", own, is_guided)
             return {name: tensor.to(device) for name, tensor in found.items()}
 
         def encode(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ..cache.cells import CellTables
 from ..core.adapters import Entries, RowAdapters
 from ..core.attention import Rotary
 from ..core.captured import Pause, Results
+from ..core.controls import ControlRows
 from ..layout.device_tables import Tables
 from ..layout.packing import Level, Packing
 from ..layout.sequences import Sequences
@@ -32,6 +33,7 @@ class BatchValues:
     Attributes:
         repeats: number of times that the last text token of every row counts.
         adapters: adapters of the rows; None if no row has any.
+        controls: controls of the rows.
         text: embedded text [rows, length, width], of models that embed it once for a batch.
         text_mask: (rows, length), above 0 for valid tokens; None if all are.
         text_bias: see `PatchContext`.
@@ -45,6 +47,7 @@ class BatchValues:
 
     repeats: int = 1
     adapters: RowAdapters | None = None
+    controls: ControlRows = field(default_factory=dict)
     text: Tensor | None = None
     text_mask: Tensor | None = None
     text_bias: Tensor | None = None
@@ -58,10 +61,11 @@ class BatchValues:
     @property
     def key(self) -> tuple[object, ...]:
         """What passes depend on beside the shapes of these values."""
-        return self.repeats, () if self.adapters is None else tuple(self.adapters.scales)
+        return self.repeats, () if self.adapters is None else tuple(self.adapters.scales), tuple(self.controls)
 
     def of_rows(self, rows: Tensor) -> "BatchValues":
         """Return the values of some rows, without those that depend on the packing of these rows."""
+        assert not self.controls, "a cache that selects rows excludes ControlNets"
 
         def chosen(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.index_select(0, rows)

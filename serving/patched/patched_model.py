@@ -20,6 +20,7 @@ from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
 from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder, run_now
 from ..core.compiled import compile_blocks, running_blocks
+from ..core.controls import NO_NETS, Nets, with_residuals
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
@@ -54,6 +55,7 @@ class PatchedModel:
         order: see `packing`.
         patch_size: side of a patch in latent pixels; None for the greatest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
+        nets: ControlNets that requests may name, left unmodified.
         strategy: strategy of every convolution; `auto` looks it up in `table`, which is empty until it is measured
             (`use_table`).
 
@@ -69,6 +71,7 @@ class PatchedModel:
         patch_size: int | None = None,
         kernels: str = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
+        nets: Nets = NO_NETS,
     ) -> None:
         self.adapters = AdaptedLayers.of(model)
         self.model: Any = copy_modules(model)
@@ -76,7 +79,10 @@ class PatchedModel:
         self._fixed_strategy: Strategy | None = None if strategy == "auto" else strategy
         self.context = PatchContext(self._choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
-        leaves = list(self.model.modules())
+        self.nets = {name: copy_modules(net) for name, net in nets.items()}
+        for net in self.nets.values():
+            PatchSwap(net, self.context)
+        leaves = [leaf for model in (self.model, *self.nets.values()) for leaf in model.modules()]
         self._readers = [leaf for leaf in leaves if isinstance(leaf, PatchedCrossAttention)]
         self._with_values = [leaf for leaf in leaves if isinstance(leaf, BatchLeaf)]
         self._caption = next((leaf for leaf in leaves if isinstance(leaf, CachedCaption)), None)
@@ -103,7 +109,9 @@ class PatchedModel:
         transformer = self._transformer
         if transformer is None or transformer.adds_mask or transformer.text_ids is not None:
             return None
-        return "repeats" if transformer.mask is None else "padding"
+        if transformer.mask is not None:
+            return "padding"
+        return "repeats" if transformer.joint_angles is None else None  # equal tokens at other places differ
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
         """Record and replay passes from now on (`CapturedPasses`), which a cache that decides for patches rules out."""
@@ -113,7 +121,7 @@ class PatchedModel:
     def compile(self, *, backend: str | Callable[..., Any] = "inductor") -> int:
         """Compile the transformer blocks when they first run; return their number."""
         self.is_compiled = True
-        return compile_blocks(self.model, backend=backend)
+        return sum(compile_blocks(model, backend=backend) for model in (self.model, *self.nets.values()))
 
     def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
         """Use the patch cache from now on, which decides in front of every block, or for all blocks as one.
@@ -341,7 +349,20 @@ class PatchedModel:
         if self._transformer is not None and self._transformer.call_packed is not None:
             call = self._transformer.call_packed
         with running_blocks(is_compiled=self.is_compiled, is_adapted=self.adapters.rows is not None):
+            if controls := self.context.batch_values.controls:
+                of_nets = self.nets, patches, timestep, conditions, controls
+                begin, spread = self._begin_model, self._spread
+                conditions = with_residuals(*of_nets, timesteps=timesteps, spread=spread, begin=begin)
+                self._begin_model()
             return call(self.model, patches, timestep, conditions)
+
+    def _begin_model(self) -> None:
+        """Return to the level of latents, with the U-Net or a ControlNet ahead."""
+        self.context.level = self.context.packing.levels[0]
+
+    def _spread(self, values: Tensor, level: int) -> Tensor:
+        """Return the value of its row for each patch of a level."""
+        return values.index_select(0, self.context.packing.levels[level].row_index)
 
     def _step_of_some(
         self, cache: PatchCache, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...data.templates import Keep
 from ..cache.patch_batch import CachedRequest
 from ..core.adapters import RowAdapters, adapters_of_rows
+from ..core.controls import control_rows
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures, MemoryBound
@@ -316,6 +317,7 @@ class PackedBatch:
         adapters = RowAdapters.of(adapters_of_rows(batch), model.device, model.context.entries_of, **options)
         if adapters is not None:
             model.context.batch_values.adapters = adapters.of_rows(row_packing.value_rows)
+        model.context.batch_values.controls = control_rows(batch, row_packing, model.dtype)
         self.denoise_batch = DenoiseBatch(
             batch,
             model.pack(sizes, patch_size=row_packing.layout.patch_size),

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diffusers import UNet2DConditionModel
 from torch import nn
 
-from ..core.swap import Swap, parent_of
+from ..core.swap import Swap, UNetLike, parent_of
 from ..families.table import SUPPORTED_MODELS
 from ..families.transformer import Leaf, Transformer
 from .attention import (
@@ -57,11 +56,12 @@ class PatchSwap(Swap):
         self.convs: dict[str, PatchedConv] = {}
         self.norms: dict[PatchedConv, PatchedGroupNorm] = {}
         self._context = context
-        super().__init__(model, "the patch engine", "use --engine plain", SUPPORTED_MODELS)
+        super().__init__(model, "the patch engine", "use --engine plain", (*SUPPORTED_MODELS, "ControlNetModel"))
 
-    def swap_unet(self, model: UNet2DConditionModel) -> None:
+    def swap_unet(self, model: UNetLike) -> None:
         context = self._context
-        modules: dict[str, nn.Module] = dict(model.named_modules())
+        # The last convolutions of a ControlNet run at all levels, and see single pixels.
+        modules = {name: each for name, each in model.named_modules() if not name.startswith("controlnet_")}
         for name, module in modules.items():
             kind, parent, attribute = type(module).__name__, *parent_of(modules, name)
             if kind == "Conv2d":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.adapters import RowAdapters, adapters_of_rows
 from ..core.captured import PassBatch
+from ..core.controls import control_rows
 from ..core.denoise_batch import DenoiseBatch, Predict
 from ..core.prepared import PreparedRequest
 from ..layout.packing import WholeImages
@@ -31,6 +32,9 @@ def plain_batch(
     """
     if requests[0].references:
         conditions = conditions | {"references": _references_of(requests)}
+    of_rows = WholeImages(sum(each.num_rows for each in requests), models.device)
+    if controls := control_rows(requests, of_rows, models.dtype):
+        conditions = conditions | {"controls": controls}
     # Recorded passes do the same work whichever row has an adapter.
     rows = RowAdapters.of(adapters_of_rows(requests), models.device, for_all=models.captured is not None)
     passes = PassBatch(is_complete=True)

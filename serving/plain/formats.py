@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.captured import CapturedPasses, PassBatch, constants_of
 from ..core.compiled import compile_blocks, running_blocks
+from ..core.controls import NO_NETS, Nets, with_residuals
 from ..core.denoiser import Conditions, copy_modules, denoise
 from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
@@ -47,6 +48,7 @@ class PlainModels:
         is_compiled: whether the transformer blocks of both forms are compiled; both forms are then copies.
         always: the format to use, whether it is faster or not; None to choose the faster one.
         captured: records and replays passes; None to run all passes eagerly.
+        nets: ControlNets that requests may name.
 
     Attributes:
         captured: see above.
@@ -62,7 +64,9 @@ class PlainModels:
         is_compiled: bool = False,
         always: Format | None = None,
         captured: CapturedPasses | None = None,
+        nets: Nets = NO_NETS,
     ) -> None:
+        self.nets = {name: _compiled_copy(net) for name, net in nets.items()} if is_compiled else nets
         self.adapters = AdaptedLayers.of(model)
         self._model = _compiled_copy(model) if is_compiled else model
         self._weights, self._is_compiled = weights, is_compiled
@@ -115,8 +119,12 @@ class PlainModels:
         def forward(inputs: dict[str, Any], kept: dict[str, Any], _: object = None) -> Tensor:
             adapted = kept["adapters"]
             blocks = running_blocks(is_compiled=self._is_compiled, is_adapted=adapted is not None)
+            latents, timesteps, given = inputs["latents"], inputs["timesteps"], dict(kept["conditions"])
+            controls = given.pop("controls", {})
             with self.adapters.on(adapted), blocks:
-                return denoise(model, inputs["latents"], inputs["timesteps"], kept["conditions"])
+                of_nets = self.nets, latents, timesteps, given, controls
+                given = with_residuals(*of_nets, timesteps=timesteps, spread=lambda values, _: values)
+                return denoise(model, latents, timesteps, given)
 
         inputs, kept = {"latents": latents, "timesteps": timesteps}, {"conditions": conditions, "adapters": adapters}
         if captured is None:

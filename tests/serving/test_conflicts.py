@@ -52,6 +52,8 @@ _OTHERS = {
     "--offload text on a CPU": "--offload text --device cpu",
     "--reuse": "--reuse",
     "--reference": "--reference room.png",
+    "--controlnet": "--controlnet edges=net --control edges=room.png",
+    "--control": "--controlnet edges=net --control edges=room.png",
     "--edit-link-mbps": "--reuse --edit-link-mbps 9",
     "--keep outputs": "--reuse --keep outputs",
     "--breakdown": "--breakdown",
