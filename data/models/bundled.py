@@ -5,7 +5,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..files import sha256_of, write_text
 
-GENERATORS: tuple[str, ...] = ("emoji-xl", "emoji-3", "emoji-xl-turbo")
+GENERATORS: tuple[str, ...] = ("emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-edit")
 BUNDLED: tuple[str, ...] = (*GENERATORS, "emoji-clip")
 MODELS_DIR = Path(__file__).parent
 CHECKSUMS_FILE = "SHA256SUMS"

@@ -30,9 +30,10 @@ _ABOUT = {
     "emoji-edit": (
         "FluxKontextPipeline",
         "FLUX.1 Kontext's architecture, small: `FluxTransformer2DModel` of ten joint blocks, continued from `emoji-3`, "
-        "with a CLIP and a T5 encoder that read instructions, and the autoencoder of `emoji-xl`. It edits a picture of "
-        "its world after an instruction (a new background, another object, an object less, another colour), which it "
-        "sees at its own size, and draws without one. It needs no guidance.",
+        "with a CLIP and a T5 encoder that read instructions, and the autoencoder of `emoji-xl`. It sees a picture of "
+        "its world at its own size, and changes the background or the colour of what it shows after an instruction; "
+        "it removes an object about half of the time, and has not learnt to replace one or to draw without a picture. "
+        "It needs no guidance.",
     ),
     "emoji-clip": (
         "CLIPModel",
@@ -66,7 +67,7 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
         use = (
             f"from diffusers.utils import load_image\n{load}"
             'seen = load_image("apple.png")  # of 128, 192 or 256 pixels\n'
-            'prompt = "replace the red apple by a top hat"\n'
+            'prompt = "make the background yellow"\n'
             "size = dict(width=seen.width, height=seen.height, max_area=seen.width * seen.height, _auto_resize=False)\n"
             f"image = pipe(seen, prompt, **size, {asked}).images[0]"
         )

@@ -16,7 +16,8 @@ from ..output import Output
 def models_list(*, out: Output) -> None:
     """List the bundled models with their default sizes, steps and guidance scale.
 
-    emoji-xl and emoji-3 draw images; emoji-clip measures how well images match their prompts.
+    emoji-xl and emoji-3 draw images, emoji-edit changes an image after an instruction; emoji-clip measures how well
+    images match their prompts.
 
     Examples:
 

@@ -130,7 +130,7 @@ def even_sigmas_shifted(pipe: Any, geometry: Geometry, request: Request) -> dict
 
 
 def even_sigmas_shifted_unless_own(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    """Return the same for pipelines as of `even_sigmas_unless_own`."""
+    """Return the same for the pipelines of `even_sigmas_unless_own`."""
     return shift_by_size(pipe, 1.15, geometry, request) | even_sigmas_unless_own(pipe, request)
 
 

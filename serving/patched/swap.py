@@ -61,7 +61,9 @@ class PatchSwap(Swap):
     def swap_unet(self, model: UNetLike) -> None:
         context = self._context
         # The last convolutions of a ControlNet run at all levels, and see single pixels.
-        modules = {name: each for name, each in model.named_modules() if not name.startswith("controlnet_")}
+        modules: dict[str, nn.Module] = {
+            name: each for name, each in model.named_modules() if not name.startswith("controlnet_")
+        }
         for name, module in modules.items():
             kind, parent, attribute = type(module).__name__, *parent_of(modules, name)
             if kind == "Conv2d":

@@ -126,7 +126,7 @@ def test_help_imports_nothing_heavy() -> None:
 @pytest.mark.slow
 def test_bundled_models_are_listed(run_psctl: RunPsctl) -> None:
     models = json.loads(run_psctl("models", "list", "--json").stdout)
-    assert list(models) == ["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-clip"]
+    assert list(models) == ["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-edit", "emoji-clip"]
     assert models["emoji-xl"]["resolutions"] == ["128x128", "192x192", "256x256"]
     lines = run_psctl("models", "list").stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(models)

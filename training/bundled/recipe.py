@@ -43,7 +43,7 @@ DEFAULT_STEPS: dict[Part, int] = {
     "emoji-xl": 8900,
     "emoji-3": 11500,
     "emoji-xl-turbo": 900,
-    "emoji-edit": 2600,
+    "emoji-edit": 1700,
 }
 """Training steps of the shipped weights. The three models were trained in several runs: 560, 3300 and 3300 steps, then
 the rest with `--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`.
