@@ -160,8 +160,9 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                     values |= {"references": value.references} if value.references else {}
                 elif field.name == "edit":
                     assert value is None or request.traced is not None, "pixels do not go into traces"
-                elif field.name == "references":
-                    assert not value or request.traced is not None, "pixels do not go into traces"
+                elif field.name in ("references", "controls"):
+                    is_traced = field.name == "references" and request.traced is not None
+                    assert not value or is_traced, "pixels do not go into traces"
                 elif field.name == "adapters":
                     if value:
                         values["lora"] = adapters_text(value)

@@ -236,6 +236,7 @@ def edit(
         TemplateStore(place.templates).require_generation(first, keep)
     paths = image_paths(output, num_images, overwrite=overwrite)
     facts: dict[str, Any] = {"references": [str(each.resolution) for each in references]} if references else {}
+    facts |= {"mask_ratio": None, "active_share": None}  # as of an image that is drawn from references
     if spec is not None:
         facts |= {"mask_ratio": spec.mask_ratio, "active_share": geometry.active_share(spec)}
         if spec.mask.all() and mask is not None:
