@@ -32,9 +32,9 @@ def plain_batch(
     """
     if requests[0].references:
         conditions = conditions | {"references": _references_of(requests)}
-    of_rows = WholeImages(sum(each.num_rows for each in requests), models.device)
-    if controls := control_rows(requests, of_rows, models.dtype):
-        conditions = conditions | {"controls": controls}
+    if any(each.controls for each in requests):
+        of_rows = WholeImages(sum(each.num_rows for each in requests), models.device)
+        conditions = conditions | {"controls": control_rows(requests, of_rows, models.dtype)}
     # Recorded passes do the same work whichever row has an adapter.
     rows = RowAdapters.of(adapters_of_rows(requests), models.device, for_all=models.captured is not None)
     passes = PassBatch(is_complete=True)
