@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .adapters import check_adapter_name
-from .edits import digest_of, require_rgb
+from .edits import Picture, require_rgb
 from .errors import UsageError
 from .resolution import Resolution
 
@@ -17,7 +17,7 @@ MAX_SCALE, MAX_CONTROLS = 10.0, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Control:
+class Control(Picture):
     """An image for one ControlNet, and how much it counts.
 
     Attributes:
@@ -49,16 +49,6 @@ class Control:
             raise UsageError(
                 f"control {self.name} starts at {self.start:g}, but it must end later, not at {self.end:g}"
             )
-
-    @property
-    def resolution(self) -> Resolution:
-        """Size in pixels."""
-        return Resolution(self.image.shape[1], self.image.shape[0])
-
-    @property
-    def digest(self) -> str:
-        """Digest of its pixels and its size."""
-        return digest_of(self.image)
 
     def fitted(self, resolution: Resolution) -> Self:
         """Return it with its image scaled to a size, as pipelines of diffusers scale images."""

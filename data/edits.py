@@ -28,8 +28,27 @@ WHOLE_STRENGTH = 0.6
 _WHITE = 128
 
 
+class Picture:
+    """Anything with an image, (height, width, 3) uint8."""
+
+    __slots__ = ()
+    image: NDArray[np.uint8]
+
+    @property
+    def resolution(self) -> Resolution:
+        """Size of the image in pixels."""
+        return Resolution(self.image.shape[1], self.image.shape[0])
+
+    @property
+    def digest(self) -> str:
+        """Digest of the image's pixels and its size."""
+        found = hashlib.sha256(str(self.resolution).encode())
+        found.update(self.image.tobytes())
+        return found.hexdigest()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Reference:
+class Reference(Picture):
     """An image that the model sees beside the prompt; nothing of it is copied to the result.
 
     Attributes:
@@ -48,23 +67,6 @@ class Reference:
         require_rgb("a reference", self.image)
         if self.view is not None:
             require_rgb("a reference", self.view)
-
-    @property
-    def resolution(self) -> Resolution:
-        """Size in pixels."""
-        return Resolution(self.image.shape[1], self.image.shape[0])
-
-    @property
-    def digest(self) -> str:
-        """Digest of its pixels and its size."""
-        return digest_of(self.image)
-
-
-def digest_of(image: NDArray[np.uint8]) -> str:
-    """Return the digest of an image (height, width, 3): of its pixels and its size."""
-    found = hashlib.sha256(f"{image.shape[1]}x{image.shape[0]}".encode())
-    found.update(image.tobytes())
-    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class TemplateSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EditSpec:
+class EditSpec(Picture):
     """An edit of an image: the masked part is drawn anew, the rest stays.
 
     Attributes:
@@ -167,11 +169,6 @@ class EditSpec:
         if mask is None:
             return cls.of_whole_image(image, WHOLE_STRENGTH if strength is None else strength)
         return cls(image, mask, 1.0 if strength is None else strength, **of_mask)
-
-    @property
-    def resolution(self) -> Resolution:
-        """Size of the image in pixels."""
-        return Resolution(self.image.shape[1], self.image.shape[0])
 
     @property
     def mask_ratio(self) -> float:

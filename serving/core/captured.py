@@ -361,9 +361,10 @@ def constants_of(value: Any) -> Hashable:
     """Return the part of conditions that a recorded pass cannot read anew: shapes and dtypes in place of tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return tuple((name, constants_of(part)) for name, part in value.items())
-    return tuple(map(constants_of, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list):
+        return tuple(map(constants_of, value))
+    parts = _parts(value)
+    return value if parts is None else tuple((name, constants_of(part)) for name, part in parts.items())
 
 
 def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

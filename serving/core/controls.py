@@ -1,11 +1,12 @@
 """ControlNets beside a U-Net (Zhang et al. 2023, section 3.2): what they add to it, for each row of a batch.
 
 A net is a copy of the U-Net's first half that also sees an image. Its results are added to those that the first half
-passes on to the second. In a batch, a net runs once for all rows if one of them names it; what it adds to the others is
-multiplied by 0.
+passes on to the second. In a batch, a net runs on the rows that name it. In a recorded pass it runs on all rows, so
+that the work does not depend on which name it, and what it adds to the others is multiplied by 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +14,81 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...data.errors import UsageError
+from ..layout.device_tables import to_device
 from ..layout.packing import Packing, WholeImages
+from .denoiser import of_rows
 from .prepared import PreparedRequest
 
 Nets = Mapping[str, Any]
 """ControlNets by name; `controlnet_cond_embedding`, which sees the images, is left to the prepare stage."""
 NO_NETS: Nets = {}
-ControlRows = dict[str, dict[str, Tensor]]
-"""For each net that a batch needs: `embedding` of the images, packed as latents; `scales`, `first` and `last`, (rows,):
-the factor of each row, and the timesteps between which it holds, first >= last.
-"""
+Spread = Callable[[Tensor, int], Tensor]
+"""Returns the values of all entries at a level of a U-Net, for values (rows,) of their rows."""
+AnyPacking = Packing | WholeImages
+_NEVER = 0.0, -1.0, 0.0
+"""Factor, first and last timestep of a row without a control."""
 _SHARED = ("encoder_hidden_states", "added_cond_kwargs")
 """Conditions that nets have in common with their U-Net."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NetRows:
+    """Rows of a batch on which a net runs, as a batch of their own.
+
+    Attributes:
+        conditions: conditions of these rows that the net takes.
+        embedding: what the net has made of their images, packed as latents.
+        scales: (rows,) factor of what the net adds.
+        first, last: (rows,) timesteps of the first and last step in which it adds anything; none if first < last.
+        packing: their packing.
+        rows: (rows,) their numbers in the batch; None if they are all rows.
+        entries: their patches, or whole images, in the batch, at each level of the U-Net; empty if they are all rows.
+        keys_values: keys and values of their text, for each cross attention of a patched net.
+    """
+
+    conditions: dict[str, Any]
+    embedding: Tensor
+    scales: Tensor
+    first: Tensor
+    last: Tensor
+    packing: AnyPacking
+    rows: Tensor | None = None
+    entries: tuple[Tensor, ...] = ()
+    keys_values: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def of(self, latents: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latents and timesteps of these rows, of those of the batch."""
+        if self.rows is None:
+            return latents, timesteps
+        return latents.index_select(0, self.entries[0]), timesteps.index_select(0, self.rows)
+
+    def results(
+        self, net: Any, latents: Tensor, timestep: Tensor, timesteps: Tensor, spread: Spread, sizes: Sequence[int]
+    ) -> list[Tensor]:
+        """Return what a net adds to each entry of the batch: at each of its down blocks' results, and at its middle.
+
+        Args:
+            net: the net.
+            latents, timestep: its arguments, for these rows.
+            timesteps: (rows,) timestep of each of them.
+            spread: see `Spread`.
+            sizes: number of entries of the batch at each level.
+        """
+        down, middle = net(latents, timestep, controlnet_cond=self.embedding, return_dict=False, **self.conditions)
+        is_on = (timesteps <= self.first) & (timesteps >= self.last)
+        factors, found = (self.scales * is_on).to(latents.dtype), []
+        for each, level in zip((*down, middle), levels_of(net), strict=True):
+            each = each * spread(factors, level)[:, None, None, None]
+            found.append(each if self.rows is None else _placed(each, self.entries[level], sizes[level]))
+        return found
+
+
+def _placed(part: Tensor, entries: Tensor, size: int) -> Tensor:
+    """Return a tensor of `size` entries with a part at some of them, and zeros elsewhere."""
+    whole = part.new_zeros(size, *part.shape[1:])
+    if part.is_contiguous(memory_format=torch.channels_last):
+        whole = whole.contiguous(memory_format=torch.channels_last)
+    return whole.index_copy_(0, entries, part)
 
 
 def window(timesteps: Sequence[float], start: float, end: float) -> tuple[float, float]:
@@ -46,70 +110,58 @@ def window(timesteps: Sequence[float], start: float, end: float) -> tuple[float,
     return float(timesteps[kept[0]]), float(timesteps[kept[-1]])
 
 
-def control_rows(
-    requests: Sequence[PreparedRequest], packing: Packing | WholeImages, dtype: torch.dtype
-) -> ControlRows:
-    """Return the controls of the rows of a batch; empty if no request has any."""
-    found: ControlRows = {}
-    for name in sorted({name for each in requests for name in each.controls}):
-        some = next(each.controls[name].embedding for each in requests if name in each.controls)
-        images, facts = [], []
-        for each in requests:
-            own = each.controls.get(name)
-            image = some.new_zeros(some.shape[1], *each.size) if own is None else own.embedding[0]
-            images += [image] * each.num_rows
-            facts += [(0.0, -1.0, 0.0) if own is None else (own.scale, own.first, own.last)] * each.num_rows
-        # Dummies have no control; padding follows all patches.
-        facts += [(0.0, -1.0, 0.0)] * (packing.num_rows - len(facts))
-        embedding = packing.pack(images).to(dtype)
-        padding = packing.num_patches - len(embedding)
-        scales, first, last = torch.tensor(facts, device=some.device).unbind(1)
-        found[name] = {
-            "embedding": F.pad(embedding, (0, 0) * 3 + (0, padding)) if padding else embedding,
-            "scales": scales,
-            "first": first,
-            "last": last,
-        }
-    return found
+def names_of(requests: Sequence[PreparedRequest]) -> list[str]:
+    """Return the names of the nets that a batch needs."""
+    return sorted({name for each in requests for name in each.controls})
 
 
-def with_residuals(
-    nets: Nets,
-    latents: Tensor,
-    timestep: Tensor,
+def net_rows(
+    name: str,
+    requests: Sequence[PreparedRequest],
+    packing: AnyPacking,
     conditions: dict[str, Any],
-    controls: ControlRows,
     *,
-    timesteps: Tensor,
-    spread: Callable[[Tensor, int], Tensor],
-    begin: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
-    """Return conditions of a U-Net with what ControlNets add to it.
+    for_all: bool,
+    part_of: Callable[[Sequence[int]], AnyPacking],
+    entries_of: Callable[[Tensor], tuple[Tensor, ...]],
+) -> NetRows:
+    """Return the rows of a net in a batch.
 
     Args:
-        nets: the nets.
-        latents, timestep, conditions: arguments of the U-Net.
-        controls: what the nets see.
-        timesteps: (rows,) timestep of each row.
-        spread: returns the values of all entries of tensors at a level of the U-Net, for values (rows,) of its rows.
-        begin: called before each net.
+        name: the net, which a request names.
+        requests: the requests of the batch.
+        packing: packing of their rows, which may have dummies.
+        conditions: conditions of these rows.
+        for_all: whether the net runs on all rows, as in recorded passes.
+        part_of: returns the packing of some rows.
+        entries_of: returns their entries at each level, see `NetRows`.
     """
-    if not controls:
-        return conditions
-    shared, sums = {name: conditions[name] for name in _SHARED if name in conditions}, list[Tensor]()
-    for name, rows in controls.items():
-        net = nets[name]
-        begin()
-        down, middle = net(latents, timestep, controlnet_cond=rows["embedding"], return_dict=False, **shared)
-        is_on = (timesteps <= rows["first"]) & (timesteps >= rows["last"])
-        scales = (rows["scales"] * is_on).to(latents.dtype)
-        of_level = {level: spread(scales, level)[:, None, None, None] for level in range(len(net.down_blocks))}
-        found = [each * of_level[level] for each, level in zip([*down, middle], levels_of(net), strict=True)]
-        sums = [one + other for one, other in zip(sums, found, strict=True)] if sums else found
-    return conditions | {
-        "down_block_additional_residuals": tuple(sums[:-1]),
-        "mid_block_additional_residual": sums[-1],
-    }
+    owners = [each for each in requests for _ in range(each.num_rows)]
+    chosen = [row for row, each in enumerate(owners) if name in each.controls]
+    some, rows, entries = owners[chosen[0]].controls[name].embedding, None, ()
+    if not for_all and len(chosen) < packing.num_rows:
+        rows = to_device(torch.tensor(chosen), some.device)
+        owners, packing, entries = [owners[row] for row in chosen], part_of(chosen), entries_of(rows)
+        conditions = of_rows(conditions, rows)
+    own = [each.controls.get(name) for each in owners]
+    images = [
+        some.new_zeros(some.shape[1], *each.size) if control is None else control.embedding[0]
+        for each, control in zip(owners, own, strict=True)
+    ]
+    facts = [_NEVER if control is None else (control.scale, control.first, control.last) for control in own]
+    # Dummies have no control; padding follows all patches.
+    scales, first, last = torch.tensor(facts + [_NEVER] * (packing.num_rows - len(facts)), device=some.device).unbind(1)
+    embedding = packing.pack(images)
+    if padding := packing.num_patches - len(embedding):
+        embedding = F.pad(embedding, (0, 0) * 3 + (0, padding))
+    shared = {key: conditions[key] for key in _SHARED if key in conditions}
+    return NetRows(shared, embedding, scales, first, last, packing, rows, entries)
+
+
+def with_residuals(conditions: dict[str, Any], results: Iterable[Sequence[Tensor]]) -> dict[str, Any]:
+    """Return conditions of a U-Net with what ControlNets add to it: the results of each, see `NetRows.results`."""
+    *down, middle = (sum(parts[1:], start=parts[0]) for parts in zip(*results, strict=True))
+    return conditions | {"down_block_additional_residuals": tuple(down), "mid_block_additional_residual": middle}
 
 
 def levels_of(net: Any) -> list[int]:

@@ -31,6 +31,17 @@ def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str
     return model(latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
 
+def of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Select some rows of conditions; values that are not tensors stay unchanged."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, dict):
+            return of_rows(value, rows)
+        return value.index_select(0, rows) if isinstance(value, Tensor) else value
+
+    return {name: of(value) for name, value in conditions.items()}
+
+
 def copy_modules(model: nn.Module) -> nn.Module:
     """Return a copy of a model with modules of its own that share the tensors of the original.
 

@@ -27,8 +27,12 @@ def reference_ids(number: int, height: int, width: int, like: Tensor) -> Tensor:
     return ids
 
 
-def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """Call the model on packed latents, 2 x 2 of which are one token, as a `transformer.Call`."""
+def call(
+    model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any], text_ids: Tensor | None = None
+) -> Tensor:
+    """Call the model on packed latents, 2 x 2 of which are one token, as a `transformer.Call`. The position ids of text
+    are zeros unless they are given.
+    """
     height, width = latents.shape[2:]
     text = conditions["encoder_hidden_states"]
     tokens, ids, others = with_references(TRANSFORMER, _tokens_of, latents, conditions, side=2)
@@ -36,7 +40,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
         tokens,
         timestep=timesteps.to(latents.dtype) / 1000,
         img_ids=ids,
-        txt_ids=text.new_zeros(text.shape[1], 3),
+        txt_ids=text.new_zeros(text.shape[1], 3) if text_ids is None else text_ids,
         return_dict=False,
         **others,
     )[0]

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline, OvisImagePipeline
+from diffusers import OvisImagePipeline
 from torch import Tensor
 
 from ...data.requests import Request
@@ -21,17 +21,9 @@ def text_ids(length: int, device: torch.device) -> Tensor:
 
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """Call the model on packed latents, as a `transformer.Call`."""
-    count, channels, height, width = latents.shape
-    predicted = model(
-        FluxPipeline._pack_latents(latents, count, channels, height, width),
-        timestep=timesteps.to(latents.dtype) / 1000,
-        img_ids=flux.image_ids(height // 2, width // 2, latents),
-        txt_ids=text_ids(conditions["encoder_hidden_states"].shape[1], latents.device).to(latents.dtype),
-        return_dict=False,
-        **conditions,
-    )[0]
-    return FluxPipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)
+    """Call the model, as a `transformer.Call`."""
+    text = conditions["encoder_hidden_states"]
+    return flux.call(model, latents, timesteps, conditions, text_ids(text.shape[1], text.device).to(text.dtype))
 
 
 def joint_angles(

@@ -208,16 +208,16 @@ class ServedModel:
         self.family.geometry.check_edit(request)
         if request.edit is not None and not any(hasattr(self.pipe.scheduler, name) for name in NOISING):
             raise UsageError(f"scheduler {type(self.pipe.scheduler).__name__} cannot noise images, as edits need it")
-        for control in request.controls:
-            window_of(control, self._start_schedule(request, generator=None))
         sizes = request.resolution, *(reference.resolution for reference in request.references)
         schedule = request.num_inference_steps, self.family.geometry.first_step(request), sizes
-        if schedule in self._known_schedules:
+        if schedule in self._known_schedules and not request.controls:
             return
         try:
             state = self._start_schedule(request, generator=None)
             for size in sizes:
                 self.stepper.check(state, self.family.geometry.latent_size(size))
+            for control in request.controls:
+                window_of(control, state)
         except UsageError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:

@@ -14,7 +14,7 @@ from ..cache.cells import CellTables
 from ..core.adapters import Entries, RowAdapters
 from ..core.attention import Rotary
 from ..core.captured import Pause, Results
-from ..core.controls import ControlRows
+from ..core.controls import NetRows
 from ..layout.device_tables import Tables
 from ..layout.packing import Level, Packing
 from ..layout.sequences import Sequences
@@ -33,7 +33,7 @@ class BatchValues:
     Attributes:
         repeats: number of times that the last text token of every row counts.
         adapters: adapters of the rows; None if no row has any.
-        controls: controls of the rows.
+        controls: rows of each ControlNet that the batch needs.
         text: embedded text [rows, length, width], of models that embed it once for a batch.
         text_mask: (rows, length), above 0 for valid tokens; None if all are.
         text_bias: see `PatchContext`.
@@ -47,7 +47,7 @@ class BatchValues:
 
     repeats: int = 1
     adapters: RowAdapters | None = None
-    controls: ControlRows = field(default_factory=dict)
+    controls: dict[str, NetRows] = field(default_factory=dict)
     text: Tensor | None = None
     text_mask: Tensor | None = None
     text_bias: Tensor | None = None

@@ -10,13 +10,12 @@ from ...data.edits import active_cells
 from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
-from ..core.denoiser import Conditions
+from ..core.denoiser import Conditions, of_rows
 from ..core.prepared import PreparedRequest, Template
 from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
 from .masked import MaskedPasses, MaskedRows, PassInputs
-from .own_batch import of_rows
 from .text import TEXT_MULTIPLE, conditions_of
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..core.captured import PassBatch
+from ..core.denoiser import of_rows
 from ..layout.device_tables import to_device
 from ..layout.packing import Packing
 from .context import BatchValues
@@ -50,14 +51,3 @@ class OwnBatch:
         rows = to_device(torch.tensor(numbers), device).index_select(0, own.value_rows)
         patches = to_device(torch.tensor(places), device)
         return cls(numbers, own, rows, patches, of_rows(conditions, rows), values.of_rows(rows), PassBatch())
-
-
-def of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Select some rows of conditions; values that are not tensors stay unchanged."""
-
-    def of(value: Any) -> Any:
-        if isinstance(value, dict):
-            return of_rows(value, rows)
-        return value.index_select(0, rows) if isinstance(value, Tensor) else value
-
-    return {name: of(value) for name, value in conditions.items()}

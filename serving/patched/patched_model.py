@@ -20,8 +20,8 @@ from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
 from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Pause, Recorder, run_now
 from ..core.compiled import compile_blocks, running_blocks
-from ..core.controls import NO_NETS, Nets, with_residuals
-from ..core.denoiser import copy_modules, denoise
+from ..core.controls import NO_NETS, Nets
+from ..core.denoiser import copy_modules, denoise, of_rows
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
 from ..layout.device_tables import Tables
@@ -31,7 +31,8 @@ from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
 from .context import BatchLeaf, BatchValues, PatchContext, Strategy
 from .leaves import PatchedConv
-from .own_batch import OwnBatch, of_rows
+from .nets import PatchedNets
+from .own_batch import OwnBatch
 from .row_leaves import CachedCaption
 from .strategy import StrategyTable
 from .streams import CachedText
@@ -79,10 +80,8 @@ class PatchedModel:
         self._fixed_strategy: Strategy | None = None if strategy == "auto" else strategy
         self.context = PatchContext(self._choose, kernels)
         self.swap = PatchSwap(self.model, self.context)
-        self.nets = {name: copy_modules(net) for name, net in nets.items()}
-        for net in self.nets.values():
-            PatchSwap(net, self.context)
-        leaves = [leaf for model in (self.model, *self.nets.values()) for leaf in model.modules()]
+        self.nets = PatchedNets(nets, self.context)
+        leaves = list(self.model.modules())
         self._readers = [leaf for leaf in leaves if isinstance(leaf, PatchedCrossAttention)]
         self._with_values = [leaf for leaf in leaves if isinstance(leaf, BatchLeaf)]
         self._caption = next((leaf for leaf in leaves if isinstance(leaf, CachedCaption)), None)
@@ -121,7 +120,7 @@ class PatchedModel:
     def compile(self, *, backend: str | Callable[..., Any] = "inductor") -> int:
         """Compile the transformer blocks when they first run; return their number."""
         self.is_compiled = True
-        return sum(compile_blocks(model, backend=backend) for model in (self.model, *self.nets.values()))
+        return compile_blocks(self.model, backend=backend) + self.nets.compile(backend)
 
     def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
         """Use the patch cache from now on, which decides in front of every block, or for all blocks as one.
@@ -349,20 +348,8 @@ class PatchedModel:
         if self._transformer is not None and self._transformer.call_packed is not None:
             call = self._transformer.call_packed
         with running_blocks(is_compiled=self.is_compiled, is_adapted=self.adapters.rows is not None):
-            if controls := self.context.batch_values.controls:
-                of_nets = self.nets, patches, timestep, conditions, controls
-                begin, spread = self._begin_model, self._spread
-                conditions = with_residuals(*of_nets, timesteps=timesteps, spread=spread, begin=begin)
-                self._begin_model()
+            conditions = self.nets.with_residuals(patches, timesteps, conditions)
             return call(self.model, patches, timestep, conditions)
-
-    def _begin_model(self) -> None:
-        """Return to the level of latents, with the U-Net or a ControlNet ahead."""
-        self.context.level = self.context.packing.levels[0]
-
-    def _spread(self, values: Tensor, level: int) -> Tensor:
-        """Return the value of its row for each patch of a level."""
-        return values.index_select(0, self.context.packing.levels[level].row_index)
 
     def _step_of_some(
         self, cache: PatchCache, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]

@@ -16,7 +16,6 @@ from torch import Tensor
 from ...data.templates import Keep
 from ..cache.patch_batch import CachedRequest
 from ..core.adapters import RowAdapters, adapters_of_rows
-from ..core.controls import control_rows
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures, MemoryBound
@@ -312,12 +311,12 @@ class PackedBatch:
             for each in batch
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
-        # Recorded passes do the same work whichever row has an adapter.
+        # Recorded passes do the same work whichever row has an adapter or a control.
         options = {"for_all": model.captured is not None}
         adapters = RowAdapters.of(adapters_of_rows(batch), model.device, model.context.entries_of, **options)
         if adapters is not None:
             model.context.batch_values.adapters = adapters.of_rows(row_packing.value_rows)
-        model.context.batch_values.controls = control_rows(batch, row_packing, model.dtype)
+        model.context.batch_values.controls = model.nets.rows_of(batch, row_packing, self._conditions, **options)
         self.denoise_batch = DenoiseBatch(
             batch,
             model.pack(sizes, patch_size=row_packing.layout.patch_size),

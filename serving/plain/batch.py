@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.adapters import RowAdapters, adapters_of_rows
 from ..core.captured import PassBatch
-from ..core.controls import control_rows
+from ..core.controls import NetRows, names_of, net_rows
 from ..core.denoise_batch import DenoiseBatch, Predict
 from ..core.prepared import PreparedRequest
 from ..layout.packing import WholeImages
@@ -33,8 +33,7 @@ def plain_batch(
     if requests[0].references:
         conditions = conditions | {"references": _references_of(requests)}
     if any(each.controls for each in requests):
-        of_rows = WholeImages(sum(each.num_rows for each in requests), models.device)
-        conditions = conditions | {"controls": control_rows(requests, of_rows, models.dtype)}
+        conditions = conditions | {"controls": _net_rows(models, requests, conditions)}
     # Recorded passes do the same work whichever row has an adapter.
     rows = RowAdapters.of(adapters_of_rows(requests), models.device, for_all=models.captured is not None)
     passes = PassBatch(is_complete=True)
@@ -49,6 +48,27 @@ def _references_of(requests: Sequence[PreparedRequest]) -> tuple[Tensor, ...]:
     """Return the latents of each reference, for all rows of the requests."""
     rows = [[each.expand(own.num_rows, -1, -1, -1) for each in own.references] for own in requests]
     return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+
+
+def _net_rows(
+    models: PlainModels, requests: Sequence[PreparedRequest], conditions: dict[str, Any]
+) -> dict[str, NetRows]:
+    """Return the rows of each net that the requests of a batch name; in recorded passes, all of them."""
+    whole = WholeImages(sum(each.num_rows for each in requests), models.device)
+
+    def rows_of(name: str) -> NetRows:
+        levels = len(models.nets[name].down_blocks)
+        return net_rows(
+            name,
+            requests,
+            whole,
+            conditions,
+            for_all=models.captured is not None,
+            part_of=lambda rows: WholeImages(len(rows), models.device),
+            entries_of=lambda rows: (rows,) * levels,
+        )
+
+    return {name: rows_of(name) for name in names_of(requests)}
 
 
 def whole_batch(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.captured import CapturedPasses, PassBatch, constants_of
 from ..core.compiled import compile_blocks, running_blocks
-from ..core.controls import NO_NETS, Nets, with_residuals
+from ..core.controls import NO_NETS, NetRows, Nets, with_residuals
 from ..core.denoiser import Conditions, copy_modules, denoise
 from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
@@ -52,6 +52,7 @@ class PlainModels:
 
     Attributes:
         captured: see above.
+        nets: the ControlNets.
         channels_last: the channels-last form, created at its first use.
         points: measured times; sizes without one use the model's own format.
     """
@@ -66,7 +67,10 @@ class PlainModels:
         captured: CapturedPasses | None = None,
         nets: Nets = NO_NETS,
     ) -> None:
-        self.nets = {name: _compiled_copy(net) for name, net in nets.items()} if is_compiled else nets
+        self.nets: dict[str, Any] = dict(nets)
+        if is_compiled:
+            self.nets = {name: _compiled_copy(net) for name, net in nets.items()}
+        self._nets_in_channels_last: dict[str, nn.Module] = {}
         self.adapters = AdaptedLayers.of(model)
         self._model = _compiled_copy(model) if is_compiled else model
         self._weights, self._is_compiled = weights, is_compiled
@@ -110,20 +114,21 @@ class PlainModels:
             form: the format; None for the faster one.
             captured: replays passes in place of `self.captured`.
         """
-        model, captured = self._model, captured or self.captured
+        model, nets, captured = self._model, self.nets, captured or self.captured
         form = form or self._format_for(latents)
         if form == "channels-last":
-            model = self._in_channels_last()
+            model, nets = self._in_channels_last()
             latents = latents.contiguous(memory_format=torch.channels_last)
 
         def forward(inputs: dict[str, Any], kept: dict[str, Any], _: object = None) -> Tensor:
             adapted = kept["adapters"]
             blocks = running_blocks(is_compiled=self._is_compiled, is_adapted=adapted is not None)
             latents, timesteps, given = inputs["latents"], inputs["timesteps"], dict(kept["conditions"])
-            controls = given.pop("controls", {})
+            controls: dict[str, NetRows] = given.pop("controls", {})
             with self.adapters.on(adapted), blocks:
-                of_nets = self.nets, latents, timesteps, given, controls
-                given = with_residuals(*of_nets, timesteps=timesteps, spread=lambda values, _: values)
+                if controls:
+                    found = [_run(nets[name], own, latents, timesteps) for name, own in controls.items()]
+                    given = with_residuals(given, found)
                 return denoise(model, latents, timesteps, given)
 
         inputs, kept = {"latents": latents, "timesteps": timesteps}, {"conditions": conditions, "adapters": adapters}
@@ -142,12 +147,15 @@ class PlainModels:
                 return "channels-last"
         return "default"
 
-    def _in_channels_last(self) -> nn.Module:
+    def _in_channels_last(self) -> tuple[nn.Module, dict[str, nn.Module]]:
+        """Return the model and its nets in this format."""
         if self.channels_last is None:
             self.channels_last = channels_last_copy(self._model, self._weights)
+            self._nets_in_channels_last = {name: channels_last_copy(net) for name, net in self.nets.items()}
             if self._is_compiled:
-                compile_blocks(self.channels_last)
-        return self.channels_last
+                for model in (self.channels_last, *self._nets_in_channels_last.values()):
+                    compile_blocks(model)
+        return self.channels_last, self._nets_in_channels_last
 
     def tune(self, target: Tuning, conditions: Conditions) -> None:
         """Measure the formats on batches of one resolution, or read it from the folder, see `load_or_measure`."""
@@ -179,6 +187,12 @@ class PlainModels:
         run = partial(self.predict, PassBatch(is_complete=True), latents, timesteps, given, captured=captured)
         runs = {name: partial(run, form=form) for name, form in forms.items()}
         return FormatTiming((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
+
+
+def _run(net: nn.Module, own: NetRows, latents: Tensor, timesteps: Tensor) -> list[Tensor]:
+    """Return the results of a net for whole images, see `NetRows.results`."""
+    given, times = own.of(latents, timesteps)
+    return own.results(net, given, times, times, lambda values, _: values, [len(latents)] * len(own.entries))
 
 
 def _compiled_copy(model: nn.Module) -> nn.Module:

@@ -140,6 +140,18 @@ def test_recorded_passes_read_controls(sdxl: Tiny) -> None:
     assert recorder.played > played
 
 
+@pytest.mark.parametrize("engine", ["image", "patch", "plain"])
+def test_a_net_runs_on_the_rows_that_name_it(sdxl: Tiny, engine: str) -> None:
+    model, requests, seen = sdxl.served(ENGINES[engine]), requests_of([2] * 4), list[int]()
+    stepper: Any = model.stepper
+    nets = stepper.models.nets if engine == "plain" else stepper.model.nets.models
+    nets["canny"].register_forward_pre_hook(lambda _, given: seen.append(given[0].numel() // 4))
+    denoised(model, requests)
+    # The first request has two rows, the second one; the others do not name it.
+    whole = sum(each.resolution.pixels * rows for each, rows in zip(requests[:2], (2, 1), strict=True)) // 64
+    assert sum(seen) == 2 * whole
+
+
 def test_an_edit_by_a_mask_takes_controls(sdxl: Tiny) -> None:
     edit = edit_request(0, _WIDE, "box", 0.8, num_steps=6, seed=5)
     edit = replace(edit, controls=(control("canny", _WIDE, 2, 0.8),))

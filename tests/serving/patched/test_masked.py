@@ -11,9 +11,9 @@ from torch import Tensor
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.templates import KEEPS, Keep, unit_of
+from patchedserve.serving.core.denoiser import of_rows
 from patchedserve.serving.layout.bucket import Bucket, rounded_up
 from patchedserve.serving.patched.masked import MaskedPasses, RecordedRow
-from patchedserve.serving.patched.own_batch import of_rows
 
 from ...support.patched_cases import TOLERANCE, model_of
 from ...support.patched_models import Row, Way, draw_rows, run_plain, stack_conditions

@@ -65,7 +65,7 @@ def test_patch_engine_keeps_no_converted_weights(served: ServedModel) -> None:
 def test_faster_measured_format_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("sdxl")
     models, used = PlainModels(model), []
-    forms = {id(model): "default", id(models._in_channels_last()): "channels-last"}
+    forms = {id(model): "default", id(models._in_channels_last()[0]): "channels-last"}
     monkeypatch.setattr("patchedserve.serving.plain.formats.denoise", lambda given, *_: used.append(forms[id(given)]))
     models.points = [
         FormatTiming((8, 8), 2, 10.0, 20.0),
