@@ -10,7 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,9 @@ import torch
 from patchedserve.data.adapters import Adapters
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.tests.support.loras import save_lora
 
@@ -33,7 +35,7 @@ CASES: dict[str, Callable[[int], Adapters]] = {
 
 
 def measure(spec: str, rank: int, repeats: int) -> dict[str, float]:
-    """Return the median CPU time of a step in milliseconds by case; cases take turns."""
+    """Return the median CPU time of a step in milliseconds by case."""
     pipe = load_model(spec, "cpu", "float32").pipe
     part = "unet" if hasattr(pipe, "unet") else "transformer"
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +49,12 @@ def measure(spec: str, rank: int, repeats: int) -> dict[str, float]:
         name: [model.prepare(Request(i, "a red hat", SIZES[i], steps, 4.0, adapters=of(i))) for i in range(len(SIZES))]
         for name, of in CASES.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in CASES}
+    return cpu_ms(model, batches, repeats)
+
+
+def cpu_ms(model: ServedModel, batches: Mapping[str, Sequence[PreparedRequest]], repeats: int) -> dict[str, float]:
+    """Return the median CPU time of a step of each batch in milliseconds; batches take turns."""
+    times: dict[str, list[float]] = {name: [] for name in batches}
     for _ in range(repeats):
         for name, batch in batches.items():
             model.stepper.step(batch)  # assembles the batch

@@ -79,6 +79,7 @@ PREDICTORS = {
 SCRIPTS = {
     "tests/benchmarks/bench_adapters.py": ["--repeats", "1", "--model", "emoji-xl"],
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
+    "tests/benchmarks/bench_controls.py": ["--repeats", "1", "--model", "emoji-xl"],
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
     "tests/benchmarks/launches.py": ["--families", "sdxl"],
